@@ -67,7 +67,8 @@ def _allocate(what: str, services: DeviceServices, nbytes: int, flag: str) -> to
 
 def _view(buffer: torch.Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     end = start + math.prod(shape) * dtype.itemsize
-    return buffer[start:end].view(dtype).view(tuple(shape))
+    with torch.inference_mode(False):  # a view by dtype made in inference mode could not be written outside it
+        return buffer[start:end].view(dtype).view(tuple(shape))
 
 
 class WeightArena:

@@ -128,7 +128,7 @@ class Collective(Protocol):
     def rank(self) -> int: ...
 
     def all_reduce(self, x: torch.Tensor, op: Literal["sum", "max", "min"] = "sum") -> None:
-        """Replace ``x``, same shape and dtype on every rank, by its reduction over the ranks."""
+        """Replace ``x``, contiguous, same shape and dtype on every rank, by its reduction over the ranks."""
         ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ class Collective(Protocol):
         ...
 
     def broadcast(self, x: torch.Tensor, source: int) -> None:
-        """Overwrite ``x`` on every rank with that of rank ``source``; any dtype, bits unchanged."""
+        """Overwrite ``x``, contiguous, on every rank with that of rank ``source``; any dtype, bits unchanged."""
         ...
 
     def barrier(self) -> None:
@@ -268,6 +268,13 @@ def _as_bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1).view(torch.uint8)
 
 
+def _check_dense(what: str, x: torch.Tensor) -> None:
+    if not x.is_contiguous():
+        raise ContractError(
+            f"collective {what}: strides {list(x.stride())}, right is contiguous: it is written in place"
+        )
+
+
 class TorchCollective:
     """:class:`Collective` over ``torch.distributed`` with its backend ``library`` (``gloo``, ``nccl``, ``hccl``)."""
 
@@ -299,6 +306,7 @@ class TorchCollective:
         """See :class:`Collective`."""
         if op not in _REDUCTIONS:
             raise ContractError(f"collective all_reduce: op {op!r} is none of {', '.join(_REDUCTIONS)}")
+        _check_dense("all_reduce", x)
         self._run("all_reduce", dist.all_reduce, x, _REDUCTIONS[op])
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -317,9 +325,10 @@ class TorchCollective:
         return out
 
     def broadcast(self, x: torch.Tensor, source: int) -> None:
-        """See :class:`Collective`; ``x`` is contiguous."""
+        """See :class:`Collective`."""
         if not 0 <= source < self.world_size:
             raise ContractError(f"collective broadcast: source {source}, right is 0 to {self.world_size - 1}")
+        _check_dense("broadcast", x)
         self._run("broadcast", dist.broadcast, _as_bytes(x), source)
 
     def barrier(self) -> None:

@@ -126,8 +126,9 @@ def _split_reasoning(text: str, thinking: bool, ended: bool) -> tuple[str, str, 
 def parse_completion(text: str, *, thinking: bool, ended: bool | None = None) -> Completion:
     """Take the text of one answer apart; never raises, and loses nothing but blank space around a tool-call block.
 
-    `thinking` is the decision that made the prompt (`prompt.decide_thinking`). `ended`: whether the answer ended, by the
-    EOS id or a stop string, rather than being cut. Give it when ids are at hand: EOS spelt out in the text is then text.
+    `thinking` is the decision that made the prompt (`prompt.decide_thinking`). `ended`: whether the answer ended, by
+    the EOS id or a stop string, rather than being cut. A caller that has the ids gives it; EOS spelt out in the text
+    is then plain text.
     """
     if ended is None:
         body, eos, _ = text.partition(EOS)

@@ -226,5 +226,6 @@ def write_byte_tokenizer(directory: Path, vocab_size: int) -> None:
         "model_max_length": 1048576,
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
+    directory.mkdir(parents=True, exist_ok=True)
     for name, content in ((TOKENIZER_FILE, _byte_spec(vocab_size)), (CONFIG_FILE, config)):
         (directory / name).write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

@@ -10,7 +10,6 @@ import torch
 
 from hal.device import (
     Ceilings,
-    Collective,
     DeviceFacts,
     DeviceServices,
     Event,
@@ -33,7 +32,9 @@ def test_the_cpu_device_satisfies_every_protocol_and_another_object_does_not() -
 
 
 @pytest.mark.parametrize(
-    "value", [DeviceFacts("chip", "arch", 1, 1, {}), Ceilings(1.0, 1.0, {}, "2026-01-01", 1.0)], ids=["facts", "ceilings"]
+    "value",
+    [DeviceFacts("chip", "arch", 1, 1, {}), Ceilings(1.0, 1.0, {}, "2026-01-01", 1.0)],
+    ids=["facts", "ceilings"],
 )
 def test_facts_and_ceilings_are_frozen(value: object) -> None:
     first = dataclasses.fields(value)[0].name  # type: ignore[arg-type]
@@ -109,9 +110,3 @@ def test_a_meeting_point_of_unknown_kind_names_rank_and_address() -> None:
     with pytest.raises(BackendError, match=r"collective join: rank 0 of 2 \(gloo, ftp://nowhere"):
         TorchCollective("gloo", 2, 0, "ftp://nowhere", 1.0)
     assert not torch.distributed.is_initialized()
-
-
-def test_the_collective_is_one() -> None:
-    assert issubclass(TorchCollective, object)
-    missing = [m for m in ("all_reduce", "all_gather", "all_to_all", "broadcast", "barrier", "close") if not hasattr(Collective, m)]
-    assert missing == []

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hal_model.config import PRESETS
-from hal_model.inventory import tensors
 
 from hal.errors import UsageError
+from hal_model.config import PRESETS
+from hal_model.inventory import tensors
 
 
 def totals(preset: str, *formats: Any, **options: Any) -> tuple[int, int]:

@@ -131,7 +131,9 @@ class CpuDevice:
         count = wanted if threads is None else features.check_threads(threads, cpus, quota)
         if affinity is not None:
             if not hasattr(os, "sched_setaffinity"):
-                raise UsageError(f"HAL_CPU_AFFINITY={affinity!r}: this system cannot bind threads; right is to unset it")
+                raise UsageError(
+                    f"HAL_CPU_AFFINITY={affinity!r}: this system cannot bind threads; right is to unset it"
+                )
             _pin(cpus)
         torch.set_num_threads(count)
         self._cpus, self._ceilings = cpus, None

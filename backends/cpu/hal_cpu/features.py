@@ -34,7 +34,7 @@ X86_LEVELS: dict[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class CpuFeatures:
-    """``name``: model name; ``arch``: best architecture of :data:`X86_LEVELS` or ``"aarch64"``; ``flags``: all flags."""
+    """``name``: model name; ``arch``: best of :data:`X86_LEVELS` or ``"aarch64"``; ``flags``: all flags."""
 
     name: str
     arch: str

@@ -1,0 +1,497 @@
+"""The CPU device on this machine and on fake ones: what it reads, what it refuses, what two real processes exchange."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hal.contract import dtype_name
+from hal.device import ALIGNMENT
+from hal.errors import BackendError, ContractError, MemoryLimitError, UsageError
+from hal_cpu import ceilings, features
+from hal_cpu.device import CpuDevice
+
+GIB = 1 << 30
+V3 = "abm avx avx2 bmi1 bmi2 cx16 f16c fma lahf_lm movbe pni popcnt sse4_1 sse4_2 ssse3 xsave"
+V4 = V3 + " avx512f avx512bw avx512cd avx512dq avx512vl"
+
+
+@pytest.fixture(autouse=True)
+def _restore_process(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Threads are a property of the process: put them back; the caller's variables do not reach the tests."""
+    monkeypatch.delenv("HAL_CPU_THREADS", raising=False)
+    monkeypatch.delenv("HAL_CPU_AFFINITY", raising=False)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def machine(root: Path, files: dict[str, str]) -> Path:
+    """A directory tree that stands for a machine."""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def python(code: str, **env: str) -> Any:
+    """Run ``code`` in a new process and return the JSON that it prints."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("HAL_CPU_", "OMP_", "MKL_"))}
+    done = subprocess.run([sys.executable, "-c", code], env=clean | env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+# Features
+
+
+@pytest.mark.parametrize(
+    ("flags", "arch"),
+    [
+        ("sse2", "x86-64"),
+        ("cx16 lahf_lm popcnt pni sse4_1 sse4_2 ssse3", "x86-64-v2"),
+        (V3, "x86-64-v3"),
+        (V3.replace("fma ", ""), "x86-64-v2"),
+        (V3 + " avx512f", "x86-64-v3"),
+        (V4, "x86-64-v4"),
+        (V4 + " avx512_bf16", "x86-64-avx512-bf16"),
+        (V4 + " avx512_bf16 amx_tile amx_bf16", "x86-64-avx512-bf16"),
+        (V4 + " avx512_bf16 amx_tile amx_bf16 amx_int8", "amx"),
+    ],
+)
+def test_the_architecture_is_the_best_whose_flags_are_all_there(tmp_path: Path, flags: str, arch: str) -> None:
+    root = machine(tmp_path, {"proc/cpuinfo": f"processor\t: 0\nmodel name\t: Some Chip\nflags\t\t: {flags}\n"})
+    cpu = features.cpu_features(root, "x86_64")
+    assert (cpu.name, cpu.arch, cpu.flags) == ("Some Chip", arch, frozenset(flags.split()))
+
+
+def test_a_flag_that_one_processor_lacks_does_not_count(tmp_path: Path) -> None:
+    root = machine(tmp_path, {"proc/cpuinfo": f"flags : {V4}\n\nflags : {V3}\n"})
+    assert features.cpu_features(root, "x86_64").arch == "x86-64-v3"
+
+
+@pytest.mark.parametrize("name", ["aarch64", "arm64"])
+def test_arm_is_one_architecture_with_its_features_as_flags(tmp_path: Path, name: str) -> None:
+    root = machine(tmp_path, {"proc/cpuinfo": "processor : 0\nFeatures : fp asimd bf16 i8mm\n"})
+    cpu = features.cpu_features(root, name)
+    assert (cpu.arch, cpu.flags) == ("aarch64", frozenset({"fp", "asimd", "bf16", "i8mm"}))
+
+
+def test_a_machine_without_cpuinfo_gets_the_least_architecture(tmp_path: Path) -> None:
+    assert features.cpu_features(tmp_path, "x86_64") == features.CpuFeatures("x86_64", "x86-64", frozenset())
+
+
+def test_code_for_an_architecture_runs_on_it_and_on_those_above() -> None:
+    assert features.at_least("x86-64-v4") == ("x86-64-v4", "x86-64-avx512-bf16", "amx")
+    assert features.at_least("aarch64") == ("aarch64",)
+    with pytest.raises(ValueError, match="sparc"):
+        features.at_least("sparc")
+
+
+def test_features_import_no_torch() -> None:
+    assert python("import sys, json, hal_cpu.features; print(json.dumps('torch' in sys.modules))") is False
+
+
+# Affinity and threads
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"),
+    [("0", {0}), ("0-3,6", {0, 1, 2, 3, 6}), (" 2 , 4 - 5 ", {2, 4, 5}), ("3-3", {3}), ("1,1-2", {1, 2})],
+)
+def test_cpu_lists_are_read(text: str, cpus: set[int]) -> None:
+    assert features.parse_cpus(text) == cpus
+    assert features.parse_cpus(features.format_cpus(cpus)) == cpus
+
+
+@pytest.mark.parametrize("text", ["", ",", "a", "3-1", "1-", "-1", "0-3,", "1-2-3", "0x1", "1.0", "²"])
+def test_a_bad_cpu_list_names_variable_value_and_the_right_form(text: str) -> None:
+    with pytest.raises(UsageError) as e:
+        features.choose_cpus(text, frozenset({0, 1, 2, 5}))
+    for part in (f"HAL_CPU_AFFINITY={text!r}", "is no CPU number or range", "right is a list", "0-2,5"):
+        assert part in str(e.value)
+
+
+def test_a_cpu_that_this_process_may_not_use_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"HAL_CPU_AFFINITY='0-3': CPUs 2-3 are not allowed; .*CPUs 0-1"):
+        features.choose_cpus("0-3", frozenset({0, 1}))
+
+
+@pytest.mark.parametrize(("threads", "quota"), [(0, None), (-1, None), (5, None), (3, 1.5)])
+def test_threads_beyond_cpus_or_quota_are_refused(threads: int, quota: float | None) -> None:
+    most = 4 if quota is None else 2
+    with pytest.raises(UsageError, match=rf"HAL_CPU_THREADS={threads}: right is 1 to {most} \(CPUs 0-3"):
+        features.check_threads(threads, frozenset(range(4)), quota)
+    assert features.check_threads(most, frozenset(range(4)), quota) == most
+
+
+@pytest.mark.parametrize("text", ["two", "-1", "1.5", " "])
+def test_a_thread_variable_that_is_no_number_names_itself(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HAL_CPU_THREADS", text)
+    with pytest.raises(UsageError, match=rf"HAL_CPU_THREADS='{text}': right is a whole number"):
+        CpuDevice()
+
+
+def test_variables_bind_every_thread_of_the_process_when_the_device_is_created() -> None:
+    cpu = max(features.allowed_cpus())
+    code = """
+import json, os, torch
+from pathlib import Path
+(torch.ones(512, 512) @ torch.ones(512, 512)).sum()  # starts the workers that a later binding must reach
+from hal_cpu.device import CpuDevice
+facts = CpuDevice().facts()
+bound = [sorted(os.sched_getaffinity(int(t.name))) for t in Path("/proc/self/task").iterdir()]
+print(json.dumps([torch.get_num_threads(), facts.compute_units, facts.details["cpus"], bound]))
+"""
+    threads, units, cpus, bound = python(code, HAL_CPU_AFFINITY=str(cpu), HAL_CPU_THREADS="1")
+    assert (threads, units, cpus) == (1, 1, str(cpu))
+    assert all(b == [cpu] for b in bound)
+
+
+def test_an_inherited_number_of_threads_is_lowered_to_the_cpus_allowed() -> None:
+    cpu = min(features.allowed_cpus())
+    code = f"""
+import os, json, torch
+os.sched_setaffinity(0, {{{cpu}}})
+torch.set_num_threads(7)
+from hal_cpu.device import CpuDevice
+print(json.dumps(CpuDevice().facts().compute_units))
+"""
+    assert python(code) == 1
+
+
+def test_a_refused_configuration_changes_nothing() -> None:
+    device = CpuDevice()
+    before = (torch.get_num_threads(), features.allowed_cpus(), device.facts())
+    with pytest.raises(UsageError, match="HAL_CPU_THREADS"):
+        device.configure(threads=10_000, affinity=str(min(features.allowed_cpus())))
+    assert (torch.get_num_threads(), features.allowed_cpus(), device.facts()) == before
+
+
+# Memory
+
+MEMINFO = "MemTotal:       16777216 kB\nMemFree:  1 kB\nMemAvailable:    8388608 kB\n"
+
+
+def v1(group: str, limit: int, used: int, cache: int = 0) -> dict[str, str]:
+    """Control files of a version 1 memory group; its directory must be seen from this process."""
+    base = f"sys/fs/cgroup/memory{group}"
+    return {
+        f"{base}/memory.limit_in_bytes": f"{limit}\n",
+        f"{base}/memory.usage_in_bytes": f"{used}\n",
+        f"{base}/memory.stat": f"cache 1\ntotal_inactive_file {cache}\n",
+    }
+
+
+def v2(group: str, limit: str, used: int, cache: int = 0) -> dict[str, str]:
+    """Control files of a version 2 group."""
+    base = f"sys/fs/cgroup{group}"
+    return {
+        f"{base}/memory.max": f"{limit}\n",
+        f"{base}/memory.current": f"{used}\n",
+        f"{base}/memory.stat": f"anon 1\ninactive_file {cache}\n",
+    }
+
+
+@pytest.mark.parametrize(
+    ("files", "free", "total"),
+    [
+        pytest.param({}, 8, 16, id="no-groups"),
+        pytest.param({"proc/self/cgroup": "0::/\n"}, 8, 16, id="no-limits"),
+        pytest.param({"proc/self/cgroup": "0::/a\n"} | v2("/a", "max", 5 * GIB), 8, 16, id="v2-max"),
+        pytest.param({"proc/self/cgroup": "0::/a\n"} | v2("/a", str(4 * GIB), GIB), 3, 4, id="v2"),
+        pytest.param({"proc/self/cgroup": "0::/a\n"} | v2("/a", str(4 * GIB), 3 * GIB, 2 * GIB), 3, 4, id="v2-cache"),
+        pytest.param({"proc/self/cgroup": "0::/a\n"} | v2("/a", str(4 * GIB), 5 * GIB), 0, 4, id="v2-over"),
+        pytest.param({"proc/self/cgroup": "0::/a/b\n"} | v2("/a", str(GIB), 0) | v2("/a/b", "max", 0), 1, 1, id="v2-parent"),
+        pytest.param({"proc/self/cgroup": "0::/host/path\n"} | v2("", str(2 * GIB), GIB), 1, 2, id="v2-container"),
+        pytest.param({"proc/self/cgroup": "0::/../x\n"} | v2("", str(2 * GIB), GIB), 1, 2, id="v2-outside"),
+        pytest.param({"proc/self/cgroup": "4:memory:/a\n"} | v1("/a", 4 * GIB, GIB), 3, 4, id="v1"),
+        pytest.param({"proc/self/cgroup": "4:memory:/a\n"} | v1("/a", 4 * GIB, 3 * GIB, GIB), 2, 4, id="v1-cache"),
+        pytest.param({"proc/self/cgroup": "4:memory:/a\n"} | v1("/a", (1 << 63) - 4096, GIB), 8, 16, id="v1-none"),
+        pytest.param({"proc/self/cgroup": "4:memory:/host\n"} | v1("", 2 * GIB, GIB), 1, 2, id="v1-container"),
+        pytest.param(
+            {"proc/self/cgroup": "4:memory:/a\n0::/b\n"} | v1("/a", 6 * GIB, GIB) | v2("/unified/b", str(3 * GIB), GIB),
+            2, 3, id="both-the-smaller",
+        ),
+    ],
+)  # fmt: skip
+def test_memory_is_the_least_of_system_and_groups(tmp_path: Path, files: dict[str, str], free: int, total: int) -> None:
+    root = machine(tmp_path, {"proc/meminfo": MEMINFO} | files)
+    assert (features.free_memory(root), features.total_memory(root)) == (free * GIB, total * GIB)
+
+
+def test_a_system_without_meminfo_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match="proc/meminfo: MemAvailable is missing"):
+        features.free_memory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "max 100000\n"}, None),
+        ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "150000 100000\n"}, 1.5),
+        (
+            {
+                "proc/self/cgroup": "3:cpu,cpuacct:/a\n",
+                "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_quota_us": "50000\n",
+                "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_period_us": "100000\n",
+            },
+            0.5,
+        ),
+        ({"proc/self/cgroup": "3:cpu:/\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n"}, None),
+        ({}, None),
+    ],
+)
+def test_the_processor_quota_is_read(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
+    assert features.cpu_quota(machine(tmp_path, files)) == quota
+    assert features.usable_cpus(range(8), quota) == {None: 8, 1.5: 2, 0.5: 1}[quota]
+
+
+def test_a_last_level_cache_that_cpus_share_counts_once(tmp_path: Path) -> None:
+    files: dict[str, str] = {}
+    for cpu, shared in ((0, "0-1"), (1, "0-1"), (2, "2-3")):
+        base = f"sys/devices/system/cpu/cpu{cpu}/cache"
+        files |= {f"{base}/index0/size": "32K\n", f"{base}/index0/shared_cpu_list": f"{cpu}\n"}
+        files |= {f"{base}/index3/size": "16M\n", f"{base}/index3/shared_cpu_list": f"{shared}\n"}
+    root = machine(tmp_path, files)
+    assert features.last_level_cache({0, 1}, root) == 16 << 20
+    assert features.last_level_cache({0, 1, 2}, root) == 32 << 20
+    assert features.last_level_cache({9}, root) == 0
+
+
+def test_this_machine_has_free_memory_below_its_total() -> None:
+    device = CpuDevice()
+    assert 0 < device.free_bytes() < device.facts().memory_bytes
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, ALIGNMENT, 1_000_003])
+def test_allocations_are_aligned_bytes(nbytes: int) -> None:
+    buffer = CpuDevice().allocate(nbytes)
+    assert (buffer.dtype, tuple(buffer.shape), buffer.device.type) == (torch.uint8, (nbytes,), "cpu")
+    assert nbytes == 0 or buffer.data_ptr() % ALIGNMENT == 0
+
+
+def test_more_than_is_free_is_refused_with_needed_and_free_before_the_system_overcommits() -> None:
+    with pytest.raises(MemoryLimitError, match=r"cpu: 1024.00 TiB needed, \d+\.\d\d \wiB free"):
+        CpuDevice().allocate(1 << 50)
+    with pytest.raises(ContractError, match="-1 bytes"):
+        CpuDevice().allocate(-1)
+
+
+def test_a_refusal_of_the_system_itself_is_a_memory_error_too() -> None:
+    code = """
+import json, resource
+from hal.errors import MemoryLimitError
+from hal_cpu.device import CpuDevice
+device = CpuDevice()
+resource.setrlimit(resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))
+try:
+    device.allocate(64 << 20)
+except MemoryLimitError as e:
+    print(json.dumps(str(e)))
+"""
+    message = python(code)
+    assert message.startswith("cpu: 64.00 MiB needed, ")
+    assert "the system refused" in message
+
+
+# Streams, events, graphs, random state
+
+
+def test_events_measure_time_and_are_always_done() -> None:
+    device = CpuDevice()
+    start, end = device.event(timing=True), device.event(timing=True)
+    start.record()
+    end.record(device.stream())
+    end.wait()
+    assert end.query()
+    assert start.elapsed_ms(end) >= 0
+    assert start.elapsed_ms(end) == -end.elapsed_ms(start)
+
+
+def test_events_without_time_say_what_is_missing() -> None:
+    device = CpuDevice()
+    timed, plain, never = device.event(timing=True), device.event(), device.event(timing=True)
+    timed.record()
+    plain.record()
+    with pytest.raises(ContractError, match=r"without timing; right is event\(timing=True\)"):
+        timed.elapsed_ms(plain)
+    with pytest.raises(ContractError, match="never recorded"):
+        timed.elapsed_ms(never)
+    with pytest.raises(ContractError, match="elapsed_ms to a object"):
+        timed.elapsed_ms(object())  # type: ignore[arg-type]
+
+
+def test_streams_nest_and_the_outer_one_returns() -> None:
+    device = CpuDevice()
+    outer, inner, default = device.stream(), device.stream(), device.current_stream()
+    with outer:
+        with inner, outer:
+            assert device.current_stream() is outer
+        assert device.current_stream() is outer
+        with inner:
+            assert device.current_stream() is inner
+    assert device.current_stream() is default
+    assert outer is not inner
+
+
+def test_graphs_are_refused_with_the_reason() -> None:
+    device = CpuDevice()
+    assert device.supports_graphs is False
+    with pytest.raises(ContractError, match="no device graphs"):
+        device.graph(lambda: None)
+
+
+def test_random_state_repeats_what_followed_it() -> None:
+    device = CpuDevice()
+    state = device.random_state()
+    first = torch.rand(4)
+    device.set_random_state(state)
+    assert torch.equal(torch.rand(4), first)
+
+
+# Ceilings
+
+
+def test_ceilings_are_measured_once_per_configuration_within_their_budget() -> None:
+    device = CpuDevice()
+    first = device.ceilings()
+    assert list(first.matrix_flops) == ["float32", "bfloat16", "int8"]
+    assert 1e8 < first.read_bytes_per_s < 1e14
+    assert 1e8 < first.copy_bytes_per_s < 1e14
+    assert all(1e8 < rate < 1e16 for rate in first.matrix_flops.values())
+    assert first.seconds < 10  # 3 s on an idle machine; this one may be shared
+    assert device.ceilings() is first
+    device.configure(threads=1)
+    assert device.ceilings() is not first
+
+
+def test_a_narrow_dtype_is_not_rated_below_a_wider_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = {"float32": 5.0, "bfloat16": 2.0, "int8": 9.0}
+    monkeypatch.setattr(ceilings, "matrix_rate", lambda dtype: measured[dtype_name(dtype)])
+    assert ceilings.matrix_rates() == {"float32": 5.0, "bfloat16": 5.0, "int8": 9.0}
+
+
+@pytest.mark.parametrize(
+    ("cache", "free", "nbytes"),
+    [(0, 64 * GIB, 64 << 20), (32 << 20, 64 * GIB, 128 << 20), (GIB, 64 * GIB, GIB), (32 << 20, GIB // 2, 64 << 20)],
+)
+def test_the_bandwidth_buffer_exceeds_the_cache_within_its_limits(cache: int, free: int, nbytes: int) -> None:
+    assert ceilings.buffer_bytes(cache, free) == nbytes
+
+
+def test_the_median_call_counts_and_the_first_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([0.0, 1.0, 10.0, 13.0, 20.0, 22.0])
+    monkeypatch.setattr("hal_cpu.ceilings.time.perf_counter", lambda: next(ticks))
+    calls: list[int] = []
+    assert ceilings.seconds_per_call(lambda: calls.append(1), budget_s=100.0, repeats=3) == 2.0
+    assert len(calls) == 4
+
+
+# Collectives: two real processes
+
+RANK = """
+import json, sys, torch
+from hal.device import Collective
+from hal.errors import HalError
+from hal_cpu.device import CpuDevice
+rank, init = int(sys.argv[1]), sys.argv[2]
+group = CpuDevice().collective(2, rank, init, timeout_s=20.0)
+"""
+
+EXCHANGE = (
+    RANK
+    + """
+total = torch.tensor([1.0, 10.0]) * (rank + 1)
+group.all_reduce(total)
+most = torch.tensor([rank, -rank])
+group.all_reduce(most, "max")
+gathered = group.all_gather(torch.tensor([[rank, 2], [3, 4]], dtype=torch.int64).t())
+narrow = group.all_gather(torch.tensor([rank + 0.5]).to(torch.float8_e4m3fn))
+sent = group.all_to_all(torch.tensor([10 * rank, 10 * rank + 1], dtype=torch.bfloat16))
+told = torch.tensor([rank + 7], dtype=torch.int32)
+group.broadcast(told, 1)
+group.barrier()
+refused = []
+for call in (
+    lambda: group.all_to_all(torch.zeros(3)),
+    lambda: group.all_reduce(torch.zeros(2), "mean"),
+    lambda: group.all_reduce(torch.zeros(4)[::2]),
+    lambda: group.broadcast(torch.zeros(4)[::2], 0),
+    lambda: group.broadcast(torch.zeros(4), 2),
+):
+    try:
+        call()
+    except HalError as e:
+        refused.append(str(e))
+again = None
+try:
+    CpuDevice().collective(2, rank, init)
+except HalError as e:
+    again = str(e)
+out = [t.tolist() for t in (total, most, gathered, narrow.float(), sent.float(), told)]
+print(json.dumps([isinstance(group, Collective), group.rank, group.world_size, out, str(narrow.dtype), refused, again]))
+group.close()
+"""
+)
+
+LOST = (
+    RANK
+    + """
+group.barrier()
+if rank == 1:
+    import os
+    os._exit(0)
+try:
+    group.all_reduce(torch.ones(4))
+except HalError as e:
+    print(json.dumps([type(e).__name__, str(e)]))
+"""
+)
+
+
+def ranks(code: str, init: str) -> list[Any]:
+    """Run ``code`` as ranks 0 and 1 in two processes; the JSON of each, ``None`` where it printed nothing."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("HAL_CPU_")}
+    env |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
+    processes = [subprocess.Popen([*command, str(r), init], **pipes) for r in range(2)]
+    outs = []
+    for p in processes:
+        out, err = p.communicate(timeout=60)
+        assert p.returncode == 0, err
+        outs.append(json.loads(out) if out else None)
+    return outs
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def test_two_processes_exchange_tensors_of_every_width(tmp_path: Path) -> None:
+    expected = [[3.0, 30.0], [1, 0], [[[0, 3], [2, 4]], [[1, 3], [2, 4]]], [[0.5], [1.5]]]
+    for rank, result in enumerate(ranks(EXCHANGE, f"file://{tmp_path}/meet")):
+        is_collective, seen_rank, world_size, values, dtype, refused, again = result
+        assert (is_collective, seen_rank, world_size, dtype) == (True, rank, 2, "torch.float8_e4m3fn")
+        assert values == [*expected, [rank, 10 + rank], [8]]
+        assert refused == REFUSED
+        assert again == "collective: this process is already in a group; close it first"
+
+
+def test_a_lost_rank_is_an_error_that_names_method_rank_and_address() -> None:
+    first, second = ranks(LOST, f"tcp://127.0.0.1:{free_port()}")
+    assert second is None
+    kind, message = first
+    assert kind == "BackendError"
+    assert message.startswith("collective all_reduce: rank 0 of 2 (gloo, tcp://127.0.0.1:")
