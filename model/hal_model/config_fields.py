@@ -192,7 +192,7 @@ def _check_model(reader: _Reader, source: str) -> None:
             )
     if reader.is_reference:
         return
-    if "model_type" not in data:
+    if data.get("model_type") is None:
         reader.missing("model_type", '"deepseek_v4"')
     elif data["model_type"] != "deepseek_v4":
         raise CheckpointError(f"{source}: field model_type is {data['model_type']!r}; right: 'deepseek_v4'")

@@ -1,6 +1,6 @@
 """Operators of DeepSeek V4: contracts whose bodies are the references. Importing this package declares all of them."""
 
-from hal_ops.attention import index_topk, page_rows, query_norm_rope, sparse_attention, write_rows
+from hal_ops.attention import index_topk, page_rows, query_norm_rope, sparse_attention, write_kv, write_rows
 from hal_ops.collective import all_gather, all_reduce
 from hal_ops.compress import compress, compress_entries
 from hal_ops.linear import (
@@ -84,5 +84,6 @@ __all__ = [
     "shared_expert",
     "sparse_attention",
     "swiglu",
+    "write_kv",
     "write_rows",
 ]

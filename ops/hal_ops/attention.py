@@ -10,8 +10,10 @@ from torch import Tensor
 from hal.contract import Call
 from hal.operator import Cost, Judge, operator
 from hal_ops.numerics import accumulator, up
-from hal_ops.rotary import rope
-from hal_ops.norm import head_rms_norm
+from hal_ops import generator
+from hal_ops.compress import quantise_row
+from hal_ops.norm import head_rms_norm, rms_norm
+from hal_ops.rotary import frequencies, rope
 from hal_ops.samples import Draw, grid
 
 #: largest number of gathered elements that a reference holds at once
@@ -27,8 +29,6 @@ def _write_inputs(draw: Draw, T: int, d: int) -> tuple[Any, ...]:
 
 def _spread(draw: Draw, count: int, size: int) -> Any:
     """``count`` distinct row numbers below ``size``, int32."""
-    from hal_ops import generator
-
     return generator.permutation(f"{draw.key}/rows", size)[:count].to(torch.int32).numpy().copy()
 
 
@@ -225,8 +225,6 @@ def _attend(q: Tensor, rows: Tensor, real: Tensor, sink: Tensor, scale: float) -
 
 
 def _query_inputs(draw: Draw, T: int, H: int, d: int) -> tuple[Any, ...]:
-    from hal_ops.rotary import frequencies
-
     return draw.act("q", T, H, d), draw.ints("positions", T, high=100_000), frequencies(64, 10_000.0), 1e-6
 
 
@@ -241,3 +239,34 @@ def _query_inputs(draw: Draw, T: int, H: int, d: int) -> tuple[Any, ...]:
 def query_norm_rope(q: Tensor, positions: Tensor, freqs: Tensor, eps: float) -> Tensor:
     """Per-head unweighted norm, then rotation of the last dims: carrier [T, H, d] (spec §2.5 steps 2-3)."""
     return rope(head_rms_norm(q, eps), positions, freqs)
+
+
+def _kv_inputs(draw: Draw, T: int, d: int, kind: str) -> tuple[Any, ...]:
+    pool, rows, x = _write_inputs(draw, T, d)
+    norm = draw.f32("norm", d, scale=0.1, center=1.0)
+    return pool, rows, x, norm, draw.ints("positions", T, high=100_000), frequencies(64, 10_000.0), 1e-6, kind
+
+
+@operator(
+    "pool[R,d]:act, rows[T]:int, x[T,d]:act, norm[d]:f32, positions[T]:int, freqs[F]:f32 ->",
+    level="fused",
+    variable="T R",
+    writes="pool",
+    composite=True,
+    cost=lambda c: Cost({"vector": 10.0 * c.axes["T"] * c.axes["d"]}, 4.0 * c.axes["T"] * c.axes["d"]),
+    judge=Judge("bound", "d"),
+    samples=grid(
+        _kv_inputs,
+        [{"T": t, "d": 512, "kind": k, "full": t > 1} for t in (0, 1, 64) for k in ("kv", "plain")],
+        families=("normal",),
+    ),
+)
+def write_kv(
+    pool: Tensor, rows: Tensor, x: Tensor, norm: Tensor, positions: Tensor, freqs: Tensor, eps: float, kind: str
+) -> None:
+    """Norm, rotate and quantise projected rows x [T, d] (``kind`` as in :func:`quantise_row`), then write them to ``pool``.
+
+    Source: spec §2.5 step 4.
+    """
+    row = rope(rms_norm(x, norm, eps)[:, None, :], positions, freqs)[:, 0]
+    write_rows(pool, rows, quantise_row(row, 2 * freqs.shape[0], kind))

@@ -259,10 +259,10 @@ print(written.nbytes, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - befo
 
 
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
-    """150 MB of embedding and head are written with pieces of a few MB in memory."""
+    """Over 100 MB of embedding and head are written with pieces of a few MB in memory."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", MEMORY, str(tmp_path / "wide"), "150000"]
+    command = [sys.executable, "-c", MEMORY, str(tmp_path / "wide"), "100000"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     nbytes, grown = map(int, done.stdout.split())
-    assert nbytes > 150_000_000
+    assert nbytes > 110_000_000
     assert grown < 80_000_000
