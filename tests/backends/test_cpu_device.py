@@ -210,7 +210,7 @@ def v2(group: str, limit: str, used: int, cache: int = 0) -> dict[str, str]:
         pytest.param({"proc/self/cgroup": "0::/a\n"} | v2("/a", str(4 * GIB), GIB), 3, 4, id="v2"),
         pytest.param({"proc/self/cgroup": "0::/a\n"} | v2("/a", str(4 * GIB), 3 * GIB, 2 * GIB), 3, 4, id="v2-cache"),
         pytest.param({"proc/self/cgroup": "0::/a\n"} | v2("/a", str(4 * GIB), 5 * GIB), 0, 4, id="v2-over"),
-        pytest.param({"proc/self/cgroup": "0::/a/b\n"} | v2("/a", str(GIB), 0) | v2("/a/b", "max", 0), 1, 1, id="v2-parent"),
+        pytest.param({"proc/self/cgroup": "0::/a/b\n"} | v2("/a", str(GIB), 0) | v2("/a/b", "max", 0), 1, 1, id="nested"),
         pytest.param({"proc/self/cgroup": "0::/host/path\n"} | v2("", str(2 * GIB), GIB), 1, 2, id="v2-container"),
         pytest.param({"proc/self/cgroup": "0::/../x\n"} | v2("", str(2 * GIB), GIB), 1, 2, id="v2-outside"),
         pytest.param({"proc/self/cgroup": "4:memory:/a\n"} | v1("/a", 4 * GIB, GIB), 3, 4, id="v1"),
@@ -442,6 +442,14 @@ print(json.dumps([isinstance(group, Collective), group.rank, group.world_size, o
 group.close()
 """
 )
+
+REFUSED = [
+    "collective all_to_all: shape [3], right is [2, ...]",
+    "collective all_reduce: op 'mean' is none of sum, max, min",
+    "collective all_reduce: strides [2], right is contiguous: it is written in place",
+    "collective broadcast: strides [2], right is contiguous: it is written in place",
+    "collective broadcast: source 2, right is 0 to 1",
+]
 
 LOST = (
     RANK

@@ -360,6 +360,9 @@ def test_a_scope_gives_its_memory_back_within_the_step() -> None:
     assert work.used == ALIGNMENT
     work.freeze()
     assert work.capacity == work.peak
+    with work.scope():
+        outer = work.take((4,), torch.float32).data_ptr()
+    assert work.take((4,), torch.float32).data_ptr() == outer
 
 
 @pytest.mark.parametrize("fail_at", [1, 2, 3])
