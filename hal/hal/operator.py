@@ -90,7 +90,7 @@ class Operator(Generic[P, R]):
         self.index = len(OPERATORS)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return _ROUTES.get()[self.index](*args, **kwargs)  # type: ignore[no-any-return]
+        return _ROUTES.get()[self.index](*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"<operator {self.name} v{self.version} ({self.level})>"
@@ -98,7 +98,7 @@ class Operator(Generic[P, R]):
     def reference(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the reference, and references only, on validated arguments."""
         with references():
-            return self._checked(*args, **kwargs)  # type: ignore[no-any-return]
+            return self._checked(*args, **kwargs)
 
     def _checked(self, *args: Any, **kwargs: Any) -> Any:
         self.contract.call(args, kwargs)

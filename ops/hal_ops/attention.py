@@ -9,10 +9,10 @@ from torch import Tensor
 
 from hal.contract import Call
 from hal.operator import Cost, Judge, operator
-from hal_ops.numerics import accumulator, up
 from hal_ops import generator
 from hal_ops.compress import quantise_row
 from hal_ops.norm import head_rms_norm, rms_norm
+from hal_ops.numerics import accumulator, up
 from hal_ops.rotary import frequencies, rope
 from hal_ops.samples import Draw, grid
 
@@ -57,7 +57,9 @@ def _page_inputs(draw: Draw, T: int, M: int) -> tuple[Any, ...]:
     "entries[T,M]:i32, slots[T]:int, pages[S,P]:i32 -> rows[T,M]:i32",
     variable="T M S P",
     judge=Judge("exact"),
-    samples=grid(_page_inputs, [{"T": t, "M": m} for t, m in ((0, 4), (1, 512), (7, 0), (5, 33))], families=("normal",)),
+    samples=grid(
+        _page_inputs, [{"T": t, "M": m} for t, m in ((0, 4), (1, 512), (7, 0), (5, 33))], families=("normal",)
+    ),
 )
 def page_rows(entries: Tensor, slots: Tensor, pages: Tensor, page: int) -> Tensor:
     """Cache rows of entry numbers: entry j of slot s is row ``pages[s, j // page]·page + j mod page``; −1 stays −1.
@@ -81,7 +83,9 @@ def _index_inputs(draw: Draw, T: int, H: int, d: int, n: int, k: int) -> tuple[A
     return q, w, draw.act("keys", 2 * pages * page, d), table, draw.ints("slots", T, high=2), visible, k, page
 
 
-_INDEX = [{"T": t, "H": 64, "d": 128, "n": n, "k": 512, "full": t * n > 2**13} for t in (1, 64) for n in (96, 600, 4096)]
+_INDEX = [
+    {"T": t, "H": 64, "d": 128, "n": n, "k": 512, "full": t * n > 2**13} for t in (1, 64) for n in (96, 600, 4096)
+]
 
 
 def _index_cost(c: Call) -> Cost:

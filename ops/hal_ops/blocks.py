@@ -51,7 +51,9 @@ def quantize_fp4(x: Tensor, block: int = 32) -> tuple[Tensor, Tensor]:
 def fake_quantize_fp4(x: Tensor, block: int = 32) -> Tensor:
     """x [..., K] rounded to E2M1 values times block scales, in x's own dtype (spec §3.4)."""
     packed, scale = quantize_fp4(x, block)
-    return (_blocks(formats.unpack_e2m1(packed), block) * formats.decode_scale(scale)[..., None]).flatten(-2).to(x.dtype)
+    return (
+        (_blocks(formats.unpack_e2m1(packed), block) * formats.decode_scale(scale)[..., None]).flatten(-2).to(x.dtype)
+    )
 
 
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:

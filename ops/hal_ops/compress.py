@@ -38,7 +38,9 @@ def _inputs(draw: Draw, T: int, r: int, lanes: int, w: int) -> tuple[Any, ...]:
     return draw.f32("a", T, width), draw.f32("g", T, width), draw.f32("ape", r, width), state, *run, lanes, draw.dtype
 
 
-def _gather(rows: Tensor, state: Tensor, slots: Tensor, positions: Tensor, offsets: Tensor, tokens: Tensor, span: int):
+def _gather(
+    rows: Tensor, state: Tensor, slots: Tensor, positions: Tensor, offsets: Tensor, tokens: Tensor, span: int
+) -> tuple[Tensor, Tensor]:
     """The ``span`` rows that end at each of ``tokens``, from this step where it holds them, else from the state."""
     back = torch.arange(span - 1, -1, -1, device=rows.device)
     now = back[None, :] <= offsets[tokens][:, None]

@@ -6,6 +6,7 @@ saturate, flush and treat the one NaN of FNUZ. Block scaling is in :mod:`hal_ops
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -105,7 +106,7 @@ def encode_e2m1(x: Tensor) -> Tensor:
     v = x.to(torch.float64)
     magnitude = v.abs().clamp(max=6.0)
     code = torch.zeros(v.shape, dtype=torch.uint8, device=x.device)
-    for low, (a, b) in enumerate(zip(E2M1_VALUES, E2M1_VALUES[1:], strict=False)):
+    for low, (a, b) in enumerate(itertools.pairwise(E2M1_VALUES)):
         middle = (a + b) / 2
         code += ((magnitude > middle) | ((magnitude == middle) & (low % 2 == 1))).to(torch.uint8)
     return code | (torch.signbit(v).to(torch.uint8) << 3)

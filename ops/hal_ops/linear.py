@@ -241,7 +241,8 @@ def _head_inputs(draw: Draw, T: int, V: int, D: int) -> tuple[Any, ...]:
     cost=lambda c: Cost({"fp32": 2.0 * c.axes["T"] * c.axes["V"] * c.axes["D"]}),
     judge=Judge("bound", "D"),
     samples=grid(
-        _head_inputs, [{"T": 1, "V": 129280, "D": 4096, "full": True}, *({"T": t, "V": 512, "D": 256} for t in (0, 1, 5))]
+        _head_inputs,
+        [{"T": 1, "V": 129280, "D": 4096, "full": True}, *({"T": t, "V": 512, "D": 256} for t in (0, 1, 5))],
     ),
 )
 def lm_head(x: Tensor, weight: Tensor) -> Tensor:

@@ -86,7 +86,12 @@ def hc_pre(streams: Tensor, pre: Tensor) -> Tensor:
 
 def _post_inputs(draw: Draw, T: int, D: int) -> tuple[Any, ...]:
     comb = draw.f32("comb", T, STREAMS, STREAMS).softmax(-1)
-    return draw.act("y", T, D), draw.act("streams", T, STREAMS, D), torch.sigmoid(draw.f32("post", T, STREAMS)) * 2, comb
+    return (
+        draw.act("y", T, D),
+        draw.act("streams", T, STREAMS, D),
+        torch.sigmoid(draw.f32("post", T, STREAMS)) * 2,
+        comb,
+    )
 
 
 @operator(

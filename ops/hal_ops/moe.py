@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from hal_ops.quant import fake_quant_fp8, quant_act_fp8, quant_act_int8
 from hal_ops.samples import Draw, grid
 from hal_ops.weight import Weight, linear, scale_of
 
-_ROUTES = [{"T": t, "E": e, "K": 6, "full": t > 64} for t in (0, 1, 64, 512) for e in (256, 384)] + [{"T": 5, "E": 8, "K": 2}]
+_ROUTES = [{"T": t, "E": e, "K": 6, "full": t > 64} for t in (0, 1, 64, 512) for e in (256, 384)] + [
+    {"T": 5, "E": 8, "K": 2}
+]
 
 
 def _scores(logits: Tensor) -> Tensor:
@@ -89,7 +92,9 @@ def _swiglu_inputs(draw: Draw, T: int, I: int) -> tuple[Any, ...]:  # noqa: E741
     "gate_up[T,J]:act, weights[T]:f32? -> a[T,J//2]:gate_up",
     cost=lambda c: Cost({"vector": 6.0 * c.axes["T"] * c.axes["J"]}),
     judge=Judge("bound", "1"),
-    samples=grid(_swiglu_inputs, [{"T": t, "I": i, "full": t > 64} for t in (0, 1, 64, 3072) for i in (2048, 3072, 48)]),
+    samples=grid(
+        _swiglu_inputs, [{"T": t, "I": i, "full": t > 64} for t in (0, 1, 64, 3072) for i in (2048, 3072, 48)]
+    ),
 )
 def swiglu(gate_up: Tensor, limit: float, weights: Tensor | None = None) -> Tensor:
     """Clamped SwiGLU: ``silu(min(g, limit)) · clamp(u, ±limit)``, times a routing weight, one rounding.
@@ -149,7 +154,7 @@ def _per_expert(x: Tensor, offsets: Tensor, weight_of: Any, dtype: torch.dtype, 
     """Multiply each expert's rows by its own decoded weight; decodes only experts that own rows."""
     out = torch.empty(x.shape[0], rows, dtype=dtype, device=x.device)
     edges = offsets.tolist()
-    for e, (start, end) in enumerate(zip(edges, edges[1:], strict=False)):
+    for e, (start, end) in enumerate(itertools.pairwise(edges)):
         if end > start:
             out[start:end] = (x[start:end] @ weight_of(e).to(x.dtype).T).to(dtype)
     return out
@@ -214,7 +219,13 @@ def grouped_matmul_fp8(
 
 def _grouped_int8_inputs(draw: Draw, R: int, E: int, N: int, K: int) -> tuple[Any, ...]:
     weight, scale = formats.quantize_int8(draw.f32("weight", E, N, K) * K**-0.5)
-    return *formats.quantize_int8(draw.act("x", R, K)), weight, scale[..., 0].contiguous(), _split(draw, R, E), draw.dtype
+    return (
+        *formats.quantize_int8(draw.act("x", R, K)),
+        weight,
+        scale[..., 0].contiguous(),
+        _split(draw, R, E),
+        draw.dtype,
+    )
 
 
 @operator(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ def grid(
                     sizes,
                     family,
                     bool(chosen.get("full", False)),
-                    lambda draw=draw, sizes=sizes: inputs(draw, **sizes),
+                    partial(inputs, draw, **sizes),
                 )
 
     return samples
@@ -91,10 +91,18 @@ def token_grid(*names: str, odd: Mapping[str, int], quick: int = 1, prefill: int
     return grid + [{"T": t, **odd} for t in (0, 1, 5)]
 
 
-def digest(tensors: Iterable[Any]) -> int:
-    """CRC-32 over the bytes of the tensors among ``tensors``, to prove that two machines saw the same inputs."""
+def _leaves(value: Any) -> Iterable[Tensor]:
+    """The tensors inside an argument: itself, or the fields of a dataclass such as a weight."""
+    if isinstance(value, Tensor):
+        yield value
+    elif is_dataclass(value):
+        for f in fields(value):
+            yield from _leaves(getattr(value, f.name))
+
+
+def digest(arguments: Iterable[Any]) -> int:
+    """CRC-32 over the bytes of every tensor in ``arguments`` (weights included): two machines saw the same inputs."""
     crc = 0
-    for t in tensors:
-        if isinstance(t, Tensor):
-            crc = zlib.crc32(t.contiguous().view(torch.uint8).reshape(-1).numpy().tobytes(), crc)
+    for t in (leaf for value in arguments for leaf in _leaves(value) if leaf.numel()):
+        crc = zlib.crc32(t.contiguous().flatten().view(torch.uint8).numpy().tobytes(), crc)
     return crc

@@ -36,7 +36,15 @@ def exponential_noise(seeds: Tensor, steps: Tensor, count: int) -> Tensor:
 def _inputs(draw: Draw, B: int, V: int) -> tuple[Any, ...]:
     ones = torch.ones(B)
     seeds = draw.ints("seeds", B, high=2**31)
-    return draw.f32("logits", B, V, scale=3.0), ones * 0.8, torch.full((B,), 40), ones * 0.9, ones * 0.02, seeds, seeds * 0
+    return (
+        draw.f32("logits", B, V, scale=3.0),
+        ones * 0.8,
+        torch.full((B,), 40),
+        ones * 0.9,
+        ones * 0.02,
+        seeds,
+        seeds * 0,
+    )
 
 
 _GRID = [{"B": b, "V": v, "full": v * b > 2**18} for b, v in ((0, 512), (1, 512), (5, 512), (1, 129280), (16, 129280))]
