@@ -1,31 +1,62 @@
-"""Judge this machine from metadata only, before anything can crash: versions, processor, devices, environment.
+"""Judge the machine from metadata alone, before anything can crash: versions, processor, memory, chips by two routes.
 
-Nothing here imports torch, a chip's library or a plugin; versions come from ``importlib.metadata`` and everything
-else from :mod:`hal.machine`.
+Nothing is imported that could touch a device. Every reader takes ``root``, so that a test can stand a directory tree in
+for the machine, and ``version`` in place of the installed distributions.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
-from hal import machine
+from hal.machine import ROOT, Level, Sight, amd, ascend, nvidia
+from hal.versions import installed, release, unmet, within
 
-Level = Literal["ok", "warn", "error"]
-Version = tuple[int, ...]
+if TYPE_CHECKING:
+    from hal.plugins import Backend
+
+VersionOf = Callable[[str], str | None]
+
+PYTHON = ">=3.11,<3.14"
+
+
+@dataclass(frozen=True)
+class Window:
+    """Known-good versions of a distribution: below ``least`` it fails, from ``untested`` on nobody has tried."""
+
+    least: str
+    untested: str
+    required: bool
+
+
+WINDOWS = {
+    "torch": Window("2.11", "2.14", required=True),
+    "numpy": Window("1.26", "3", required=True),
+    "safetensors": Window("0.6", "1", required=True),
+    "triton": Window("3.6", "3.10", required=False),
+    "torch-npu": Window("2.11", "2.14", required=False),
+}
+
+#: Distributions that all install a module called ``triton``: at most one may be there.
+TRITONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-ascend")
+
+#: Processor flags worth knowing, fastest first, by machine.
+CPU_FLAGS = {
+    "x86": ("amx_bf16", "avx512_bf16", "avx512f", "avx2"),
+    "arm": ("sve2", "sve", "bf16", "asimd"),
+}
+
+LOW_MEMORY_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One judgement: ``ok``, ``warn`` (works, with a limit) or ``error`` (will not work), what was seen, the remedy."""
+    """One judgement: ``level``, what it is about, what was seen, and what to do (empty where all is well)."""
 
     level: Level
     subject: str
@@ -33,169 +64,139 @@ class Finding:
     remedy: str = ""
 
 
-@dataclass(frozen=True)
-class Window:
-    """Versions of a package known to work: from ``low`` to below ``high``; ``needed_for`` is empty if always needed."""
-
-    package: str
-    low: Version
-    high: Version
-    needed_for: str = ""
-
-    @property
-    def text(self) -> str:
-        """The window as a requirement: ``torch>=2.11,<2.14``."""
-        return f"{self.package}>={_dotted(self.low)},<{_dotted(self.high)}"
-
-
-PYTHON = Window("python", (3, 11), (3, 14))
-WINDOWS = (
-    Window("torch", (2, 11), (2, 14)),
-    Window("numpy", (1, 26), (3,)),
-    Window("safetensors", (0, 6), (1,)),
-    Window("triton", (3, 6), (4,), "NVIDIA and AMD"),
-    Window("torch_npu", (2, 11), (2, 14), "Ascend"),
-)
-
-#: Features that decide which processor kernels run fast, by the names in ``proc/cpuinfo``.
-CPU_BASE = ("avx2", "asimd")
-CPU_EXTRA = ("avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "bf16", "i8mm", "sve")
-
-#: Vendor -> build tags of torch (``2.11.0+TAG``) that can drive its devices.
-BUILD_TAGS = {"NVIDIA": "cu", "AMD": "rocm"}
+def examine(root: Path = ROOT, version: VersionOf = installed, path: str | None = None) -> tuple[Finding, ...]:
+    """Every finding about this machine; ``path`` is the search path for vendor tools, default ``$PATH``."""
+    sights = (nvidia(root), amd(root), ascend(root, path))
+    return (
+        python_finding(sys.version_info[:3]),
+        *(_distribution(name, version(name)) for name in WINDOWS),
+        *_pairs(version),
+        _cpu(root),
+        _memory(root),
+        *(f for sight in sights for f in _chips(sight)),
+        *_builds(version("torch"), sights),
+    )
 
 
-def _dotted(version: Version) -> str:
-    return ".".join(map(str, version))
-
-
-def parse(version: str) -> Version:
-    """The release numbers of a version: ``"2.13.0+cpu"`` -> ``(2, 13, 0)``."""
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
-
-
-def installed(package: str) -> str | None:
-    """Version of an installed distribution, or ``None``."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def judge_python(version: Sequence[int]) -> Finding:
-    """Whether the interpreter's version lies in the window that is tested."""
-    seen = _dotted(tuple(version[:3]))
-    if PYTHON.low <= tuple(version[:2]) < PYTHON.high:
+def python_finding(version: tuple[int, ...]) -> Finding:
+    """Judge the Python version against :data:`PYTHON`."""
+    seen = ".".join(map(str, version))
+    if within(seen, PYTHON):
         return Finding("ok", "python", seen)
-    return Finding("error", "python", seen, f"use {PYTHON.text}")
+    return Finding("error", "python", seen, f"use Python {PYTHON}")
 
 
-def judge_version(window: Window, seen: str | None) -> Finding:
-    """Missing or too old is an error where the package is always needed; newer than known is a warning."""
+def _distribution(name: str, seen: str | None) -> Finding:
+    window = WINDOWS[name]
+    right = f">={window.least},<{window.untested}"
     if seen is None:
-        if window.needed_for:
-            return Finding("ok", window.package, f"not installed; only {window.needed_for} devices need it")
-        return Finding("error", window.package, "not installed", f"pip install '{window.text}'")
-    if parse(seen) < window.low:
-        return Finding("error", window.package, f"{seen} is too old", f"pip install '{window.text}'")
-    if parse(seen) >= window.high:
-        return Finding("warn", window.package, f"{seen} is newer than tested", f"tested are {window.text}")
-    return Finding("ok", window.package, seen)
+        if window.required:
+            return Finding("error", name, "not installed", f'pip install "{name}{right}"')
+        return Finding("ok", name, "not installed (optional)")
+    if within(seen, f"<{window.least}"):
+        return Finding("error", name, f"{seen}, too old", f'pip install "{name}{right}"')
+    if within(seen, f">={window.untested}"):
+        return Finding("warn", name, f"{seen}, newer than any version tried", f"if something fails, use {name}{right}")
+    return Finding("ok", name, seen)
 
 
-def judge_devices(devices: machine.Devices) -> Finding:
-    """Devices by two routes; a disagreement is an error when it hides every device, else a warning."""
-    if not devices.agree:
-        level: Level = "warn" if devices.usable else "error"
-        return Finding(level, f"{devices.vendor} devices", f"the routes disagree: {devices.seen}", devices.remedy)
-    if not devices.usable:
-        return Finding("ok", f"{devices.vendor} devices", "none")
-    names = sorted({f"{d.name} ({d.arch})" for d in devices.usable})
-    driver = f", driver {devices.driver}" if devices.driver else ""
-    return Finding("ok", f"{devices.vendor} devices", f"{len(devices.usable)} × {', '.join(names)}{driver}")
+def _pairs(version: VersionOf) -> Iterator[Finding]:
+    """Distributions that must fit each other."""
+    torch, npu = version("torch"), version("torch-npu")
+    if torch and npu and release(torch)[:2] != release(npu)[:2]:
+        seen = f"torch-npu {npu} beside torch {torch}"
+        yield Finding("error", "torch-npu", seen, "install the torch-npu of torch's own major and minor version")
+    tritons = [f"{name} {v}" for name in TRITONS if (v := version(name))]
+    if len(tritons) > 1:
+        yield Finding(
+            "error",
+            "triton",
+            f"{', '.join(tritons)} overwrite each other's module 'triton'",
+            "keep one of them; use one virtual environment for each chip",
+        )
 
 
-def judge_libraries(vendor: str, versions: Mapping[str, str | None]) -> tuple[Finding, ...]:
-    """What a machine with devices of ``vendor`` needs beyond the base: the right torch build and chip packages."""
-    subject = f"{vendor} libraries"
-    missing = [w for w in WINDOWS if vendor in w.needed_for and versions.get(w.package) is None]
-    out = [Finding("warn", subject, f"{w.package} is not installed", f"pip install '{w.text}'") for w in missing]
-    torch, npu = versions.get("torch") or "", versions.get("torch_npu") or ""
-    tag, build = BUILD_TAGS.get(vendor, ""), torch.partition("+")[2]
-    if tag and build and not build.startswith(tag):
-        remedy = f"install a torch build for {vendor} (+{tag}…)"
-        out.append(Finding("warn", subject, f"torch {torch} is built for {build}", remedy))
-    if vendor == "Ascend" and torch and npu and parse(torch)[:2] != parse(npu)[:2]:
-        remedy = f"pip install 'torch_npu=={_dotted(parse(torch)[:2])}.*'"
-        out.append(Finding("error", subject, f"torch_npu {npu} beside torch {torch}", remedy))
-    return tuple(out)
-
-
-def judge_cpu(flags: frozenset[str], architecture: str) -> Finding:
-    """Which vector and matrix features the processor has."""
-    have = [f for f in (*CPU_BASE, *CPU_EXTRA) if f in flags]
+def _cpu(root: Path) -> Finding:
+    fields = list(_fields(root / "proc/cpuinfo"))
+    flags = {flag for key, value in fields if key in ("flags", "Features") for flag in value.split()}
+    model = next((v for k, v in fields if k in ("model name", "Hardware")), platform.processor() or platform.machine())
+    count = sum(k == "processor" for k, _ in fields)
     if not flags:
-        return Finding("warn", "cpu", f"{architecture}, proc/cpuinfo lists no features", "mount proc, or expect less speed")
-    if not any(f in flags for f in CPU_BASE):
-        return Finding("warn", "cpu", f"{architecture} without {' or '.join(CPU_BASE)}", "expect a slow cpu backend")
-    return Finding("ok", "cpu", f"{architecture}: {' '.join(have)}")
+        return Finding("warn", "cpu", f"{model}, features not known", "mount /proc to have them judged")
+    family = "arm" if "asimd" in flags or "fp" in flags else "x86"
+    known = [f for f in CPU_FLAGS[family] if f in flags]
+    seen = f"{model}, {count} processors, {' '.join(known) or 'no vector extension known here'}"
+    if family == "x86" and "avx2" not in flags:
+        return Finding(
+            "warn", "cpu", seen, "expect slow kernels: use a processor, or a virtual machine type, with AVX2"
+        )
+    return Finding("ok", "cpu", seen)
 
 
-def judge_memory(nbytes: int | None) -> Finding:
-    """How much memory a process may use."""
-    if nbytes is None:
-        return Finding("warn", "memory", "not readable", "mount proc; arenas then need an explicit budget")
-    return Finding("ok", "memory", f"{nbytes / 2**30:.1f} GiB")
+def _fields(path: Path) -> Iterator[tuple[str, str]]:
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        yield key.strip(), value.strip()
 
 
-def judge_plugins(value: str | None) -> Finding:
-    """``HAL_PLUGINS``: whether every module that it names can be found (none is imported)."""
-    if value is None:
-        return Finding("ok", "HAL_PLUGINS", "not set")
-    names = [n.strip() for n in value.split(",") if n.strip()]
-    if not names:
-        return Finding("warn", "HAL_PLUGINS", "set to nothing: no plugin loads", "unset HAL_PLUGINS to load the installed ones")
-    missing = [n for n in names if not _findable(n)]
-    if missing:
-        remedy = "add its source root to PYTHONPATH, or correct the name"
-        return Finding("error", "HAL_PLUGINS", f"no module named {', '.join(missing)}", remedy)
-    return Finding("ok", "HAL_PLUGINS", ", ".join(names))
+def _memory(root: Path) -> Finding:
+    fields = {k: int(v.split()[0]) * 1024 for k, v in _fields(root / "proc/meminfo") if re.match(r"\d+ kB", v)}
+    if "MemTotal" not in fields or "MemAvailable" not in fields:
+        return Finding("warn", "memory", "not known", "mount /proc to have it judged")
+    limit = _memory_limit(root)
+    usable = min(fields["MemAvailable"], limit or fields["MemAvailable"])
+    seen = f"{_gib(fields['MemTotal'])}, {_gib(fields['MemAvailable'])} available"
+    seen += f", control group limit {_gib(limit)}" if limit else ""
+    if usable < LOW_MEMORY_BYTES:
+        return Finding("warn", "memory", seen, f"free some: below {_gib(LOW_MEMORY_BYTES)} only tiny models fit")
+    return Finding("ok", "memory", seen)
 
 
-def _findable(module: str) -> bool:
-    # The top package only: looking further down would import it.
-    top = module.partition(".")[0]
-    return top.isidentifier() and importlib.util.find_spec(top) is not None
+def _memory_limit(root: Path) -> int | None:
+    """Bytes that the control group at the mount's root allows (version 2, then 1); ``None`` without a limit."""
+    for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = (root / name).read_text().strip() if (root / name).is_file() else ""
+        if text.isdigit() and int(text) < 1 << 60:  # version 1 writes "no limit" as almost 2^63
+            return int(text)
+    return None
 
 
-def judge_backend(value: str | None, plugins: str | None, known: Sequence[str]) -> Finding:
-    """``HAL_BACKEND``: whether an installed backend has that name; ``known`` are the entry points' names."""
-    if value is None or value == "auto" or value in known:
-        return Finding("ok", "HAL_BACKEND", value or "not set")
-    if value and plugins is not None:
-        return Finding("ok", "HAL_BACKEND", f"{value}, to be registered by HAL_PLUGINS")
-    return Finding("error", "HAL_BACKEND", repr(value), f"set it to one of {', '.join(('auto', *known))}, or unset it")
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.1f} GiB"
 
 
-def _judge_vendor(find: Callable[[Path], machine.Devices], root: Path, versions: Mapping[str, str | None]) -> list[Finding]:
-    devices = find(root)
-    return [judge_devices(devices), *(judge_libraries(devices.vendor, versions) if devices.usable else ())]
+def _chips(sight: Sight) -> Iterator[Finding]:
+    for problem in sight.problems:
+        yield Finding(problem.level, sight.vendor, problem.seen, problem.remedy)
+    if sight.devices:
+        devices = "; ".join(f"device {d.index}: {d.name} ({d.arch})" for d in sight.devices)
+        yield Finding("ok", sight.vendor, f"{devices}; {sight.driver}")
+    elif not sight.problems:
+        yield Finding("ok", sight.vendor, f"no device: {sight.looked_for}")
 
 
-def examine(root: Path = machine.ROOT) -> tuple[Finding, ...]:
-    """Every finding about this machine, in a fixed order; device and processor facts are read under ``root``."""
-    versions = {w.package: installed(w.package) for w in WINDOWS}
-    plugins, backend = os.environ.get("HAL_PLUGINS"), os.environ.get("HAL_BACKEND")
-    known = sorted({e.name for e in metadata.entry_points(group="hal.backends")})
-    out = [judge_python(sys.version_info[:3])]
-    out += [judge_version(w, versions[w.package]) for w in WINDOWS]
-    out += [judge_cpu(machine.cpu_flags(root), platform.machine()), judge_memory(machine.memory_bytes(root))]
-    for find in machine.VENDORS.values():
-        out += _judge_vendor(find, root, versions)
-    return (*out, judge_plugins(plugins), judge_backend(backend, plugins, known))
+def _builds(torch: str | None, sights: tuple[Sight, ...]) -> Iterator[Finding]:
+    """A torch build that cannot drive a device that is here; the build is the version's local label."""
+    build = (torch or "").partition("+")[2]
+    present = {s.vendor for s in sights if s.devices}
+    for vendor, others, right in (("NVIDIA", ("cpu", "rocm", "xpu"), "CUDA"), ("AMD", ("cpu", "cu", "xpu"), "ROCm")):
+        if vendor in present and build.startswith(others):
+            seen = f"{torch} on a machine with {vendor} devices"
+            yield Finding("warn", "torch build", seen, f"install the {right} build of torch to use them")
 
 
-def exit_code(findings: Sequence[Finding]) -> int:
-    """1 when a finding is an error, else 0."""
+def judge_backend(backend: Backend) -> Finding:
+    """Judge one loaded plugin: broken is an error, and so is a device whose libraries are missing."""
+    subject = f"backend {backend.name}"
+    if backend.state == "broken":
+        return Finding("error", subject, backend.why(), f"run hal backends {backend.name}; repair or uninstall it")
+    missing = [u for r in (backend.info.stands_on if backend.info else ()) if (u := unmet(r))]
+    if backend.state == "ready" and missing and not backend.designed_for:
+        return Finding("error", subject, "; ".join(missing), f'pip install "hal-v4-{backend.name}[chip]"')
+    return Finding("ok", subject, ": ".join(filter(None, (backend.state, backend.why()))))
+
+
+def exit_code(findings: tuple[Finding, ...]) -> int:
+    """0 without a finding of level error, else 1."""
     return int(any(f.level == "error" for f in findings))

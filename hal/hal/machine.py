@@ -1,222 +1,234 @@
-"""Facts about this machine from metadata alone: device nodes, driver tables, the kernel's own files. No torch.
+"""What chips the machine shows, read by two independent routes from /proc, /dev and /sys; no chip library is touched.
 
-Every function takes the ``root`` under which it reads, so that tests and mounted images are read like a machine. A
-file that is missing or not readable is an answer ("not there"), never an error.
+Every reader takes ``root`` so that a test can stand a directory tree in for the machine.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from hal.plugin import DeviceInfo, Probe
 
 ROOT = Path("/")
-UNKNOWN = "unknown"
 
-#: Words of a model name -> architecture, for the data-centre chips of each generation.
-NVIDIA_ARCHES: Mapping[str, tuple[str, ...]] = {
-    "sm_80": ("A100", "A800", "A30"),
-    "sm_86": ("A10", "A16", "A40"),
-    "sm_89": ("L4", "L20", "L40", "L40S"),
-    "sm_90": ("H20", "H100", "H200", "H800", "GH200"),
-    "sm_100": ("B100", "B200", "GB200"),
-    "sm_103": ("B300", "GB300"),
+Level = Literal["ok", "warn", "error"]
+
+#: part of the marketing name -> architecture. The driver's files do not tell the architecture itself.
+NVIDIA_ARCH = {
+    "A100": "sm_80",
+    "A800": "sm_80",
+    "H100": "sm_90",
+    "H200": "sm_90",
+    "H800": "sm_90",
+    "H20": "sm_90",
+    "GH200": "sm_90",
+    "B200": "sm_100",
+    "GB200": "sm_100",
 }
-
-AMD_NAMES: Mapping[str, str] = {
-    "gfx908": "AMD Instinct MI100",
-    "gfx90a": "AMD Instinct MI200 series",
-    "gfx942": "AMD Instinct MI300 series",
-    "gfx950": "AMD Instinct MI350 series",
-}
-
-_VRAM_HEAPS = ("1", "2")
-_NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True)
-class Route:
-    """One way of counting devices: where it looked and how many it found."""
+class Problem:
+    """Two routes that disagree: how bad it is, what was seen, what to do."""
 
-    where: str
-    count: int
+    level: Level
+    seen: str
+    remedy: str
 
 
 @dataclass(frozen=True)
-class Devices:
-    """The devices of one vendor: those that this process can open, the driver, and the two counts behind them.
+class Sight:
+    """What both routes show of one vendor's chips.
 
-    ``usable``: one :class:`DeviceInfo` each; ``memory_bytes`` 0 and ``arch`` ``unknown`` where metadata does not tell.
-    ``driver``: its version, empty when none was found. ``remedy``: what to do when the routes disagree.
+    ``driver`` and ``nodes`` say what either route saw, empty for nothing; ``devices`` are usable by both;
+    ``looked_for`` names both routes and ``remedy`` helps where nothing was found.
     """
 
     vendor: str
     driver: str
-    usable: tuple[DeviceInfo, ...]
-    routes: tuple[Route, Route]
+    nodes: str
+    devices: tuple[DeviceInfo, ...]
+    problems: tuple[Problem, ...]
+    looked_for: str
     remedy: str
 
-    @property
-    def seen(self) -> str:
-        """Both routes in one line."""
-        return ", ".join(f"{r.where}: {r.count}" for r in self.routes)
+    def probe(self, *limits: str) -> Probe:
+        """The sight as a plugin's probe; ``limits`` are further reasons to state where a device is present."""
+        problems = tuple(f"{p.seen}; {p.remedy}" for p in self.problems)
+        if self.devices:
+            return Probe(self.devices, (*problems, *limits))
+        return Probe((), problems or (self.absent(),))
 
-    @property
-    def agree(self) -> bool:
-        """Whether both routes found the same number."""
-        return self.routes[0].count == self.routes[1].count
-
-    def probe(self) -> Probe:
-        """What a backend of this vendor reports: the usable devices, or why there is none."""
-        if self.usable:
-            return Probe(self.usable)
-        why = f"no {self.vendor} device ({self.seen})"
-        return Probe(reasons=(why if self.agree else f"{why}; {self.remedy}",))
+    def absent(self) -> str:
+        """The reason where neither route shows anything."""
+        return f"no {self.vendor} device: {self.looked_for}; {self.remedy}"
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
-        return ""
-
-
-def _pairs(text: str, separator: str | None = None) -> dict[str, str]:
-    """``key<separator>value`` lines as a mapping; later lines do not replace earlier ones."""
-    out: dict[str, str] = {}
-    for line in text.splitlines():
-        key, *rest = line.split(separator, 1)
-        if rest:
-            out.setdefault(key.strip(), rest[0].strip())
-    return out
-
-
-def _node_numbers(root: Path, stem: str) -> tuple[int, ...]:
-    """Numbers of the device nodes ``dev/<stem><number>``, ascending."""
-    found = (p.name.removeprefix(stem) for p in (root / "dev").glob(f"{stem}[0-9]*"))
-    return tuple(sorted(int(n) for n in found if n.isdecimal()))
-
-
-def cpu_flags(root: Path = ROOT) -> frozenset[str]:
-    """Feature flags of the first processor in ``proc/cpuinfo`` (``flags`` on x86, ``Features`` on Arm)."""
-    facts = _pairs(_read(root / "proc/cpuinfo"), ":")
-    return frozenset((facts.get("flags") or facts.get("Features") or "").split())
-
-
-def memory_bytes(root: Path = ROOT) -> int | None:
-    """Bytes that a process here may use: ``MemTotal`` or the control group's limit, whichever is lower."""
-    found = re.search(r"^MemTotal:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
-    limits = [int(found[1]) * 1024] if found else []
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        text = _read(root / "sys/fs/cgroup" / name).strip()
-        # Version 1 writes "no limit" as a number near 2^63, version 2 as the word max.
-        if text.isdecimal() and int(text) < _NO_LIMIT:
-            limits.append(int(text))
-    return min(limits, default=None)
-
-
-def nvidia_arch(model: str) -> str:
-    """``"NVIDIA H200"`` -> ``"sm_90"``; ``unknown`` for a model that the table does not list."""
-    words = set(re.split(r"[\s\-]+", model))
-    return next((arch for arch, names in NVIDIA_ARCHES.items() if words & set(names)), UNKNOWN)
-
-
-def nvidia_devices(root: Path = ROOT) -> Devices:
-    """NVIDIA devices by the driver's table (``proc/driver/nvidia``) and by nodes (``dev/nvidia<minor>``).
-
-    A device is usable when its node is there; the table describes it.
-    """
-    tables = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
-    listed = {int(t.get("Device Minor", -1)): t for t in (_pairs(_read(p), ":") for p in tables)}
-    version = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", _read(root / "proc/driver/nvidia/version"))
-    minors = _node_numbers(root, "nvidia")
-    return Devices(
+def nvidia(root: Path = ROOT) -> Sight:
+    """NVIDIA: the kernel driver's files under /proc against the device nodes /dev/nvidia0, /dev/nvidia1, …"""
+    version = _text(root / "proc/driver/nvidia/version")
+    found = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", version)
+    driver = f"driver {found[1]}" if found else ("driver of unknown version" if version else "")
+    cards = dict(_nvidia_cards(root))
+    nodes = _numbered(root / "dev", "nvidia")
+    devices = tuple(_nvidia_device(i, cards.get(i, {})) for i in nodes) if version else ()
+    return Sight(
         "NVIDIA",
-        version[1] if version else "",
-        tuple(_nvidia_device(i, minor, listed.get(minor, {})) for i, minor in enumerate(minors)),
-        (Route("proc/driver/nvidia/gpus", len(tables)), Route("dev/nvidia*", len(minors))),
-        "load the nvidia kernel module (nvidia-modprobe), or give the container every device (--gpus all)",
+        driver + (f", {len(cards)} cards" if cards else ""),
+        _listed("/dev/nvidia", nodes),
+        devices,
+        tuple(_nvidia_problems(bool(version), cards, nodes)),
+        "neither /proc/driver/nvidia/version nor /dev/nvidia0 exists",
+        "install the driver, or start the container with the devices",
     )
 
 
-def _nvidia_device(index: int, minor: int, table: Mapping[str, str]) -> DeviceInfo:
-    model = table.get("Model", "")
-    details = {"node": f"/dev/nvidia{minor}"}
-    details |= {k: table[k] for k in ("GPU UUID", "Bus Location", "GPU Firmware") if k in table}
-    return DeviceInfo(index, model or "NVIDIA device of unknown model", nvidia_arch(model), 0, details)
+def _nvidia_cards(root: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Device minor -> fields of every card that the driver lists."""
+    for path in sorted(root.glob("proc/driver/nvidia/gpus/*/information")):
+        fields = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in _text(path).splitlines())}
+        if fields.get("Device Minor", "").isdigit():
+            yield int(fields["Device Minor"]), fields
+
+
+def _nvidia_device(index: int, card: dict[str, str]) -> DeviceInfo:
+    name = card.get("Model", "unknown NVIDIA device")
+    words = re.findall(r"[A-Z]+\d+", name)
+    arch = next((NVIDIA_ARCH[w] for w in words if w in NVIDIA_ARCH), "unknown")
+    details = {k: card[f] for k, f in (("pci", "Bus Location"), ("uuid", "GPU UUID")) if f in card}
+    return DeviceInfo(index, name, arch, 0, {"node": f"/dev/nvidia{index}", **details})
+
+
+def _nvidia_problems(driver: bool, cards: dict[int, dict[str, str]], nodes: list[int]) -> Iterator[Problem]:
+    listed = _listed("/dev/nvidia", nodes)
+    if driver and not nodes:
+        remedy = "start the container with the devices, or run nvidia-modprobe -u -c=0"
+        yield Problem("error", "the NVIDIA driver is loaded, but no /dev/nvidia0 exists", remedy)
+    elif nodes and not driver:
+        remedy = "load the driver of this kernel (modprobe nvidia), or mount /proc/driver/nvidia"
+        yield Problem("error", f"{listed} exist, but /proc/driver/nvidia/version does not", remedy)
+    elif cards and set(nodes) != set(cards):
+        seen = f"the NVIDIA driver lists cards {_plain(cards)}, the device nodes are {listed}"
+        yield Problem("warn", seen, "give the container the missing devices if you need them")
+
+
+def amd(root: Path = ROOT) -> Sight:
+    """AMD: the node /dev/kfd against the topology under /sys/class/kfd, which also tells architecture and memory."""
+    node = (root / "dev/kfd").exists()
+    topology = root / "sys/class/kfd/kfd/topology/nodes"
+    found = list(_amd_devices(topology))
+    devices = tuple(DeviceInfo(i, *facts) for i, facts in enumerate(found)) if node else ()
+    return Sight(
+        "AMD",
+        f"topology with {len(found)} devices" if topology.is_dir() else "",
+        "/dev/kfd" if node else "",
+        devices,
+        tuple(_amd_problems(node, topology.is_dir(), len(found))),
+        "neither /dev/kfd nor /sys/class/kfd/kfd/topology exists",
+        "install the amdgpu driver, or start the container with --device=/dev/kfd --device=/dev/dri",
+    )
+
+
+def _amd_devices(topology: Path) -> Iterator[tuple[str, str, int, dict[str, str]]]:
+    """Name, architecture, bytes and details of every topology node that computes; processors have no SIMD units."""
+    nodes = topology.iterdir() if topology.is_dir() else ()
+    for node in sorted((n for n in nodes if n.name.isdigit()), key=lambda n: int(n.name)):
+        facts = _properties(node / "properties")
+        if facts.get("simd_count", 0):
+            banks = [_properties(p) for p in node.glob("mem_banks/*/properties")]
+            memory = sum(b.get("size_in_bytes", 0) for b in banks if b.get("heap_type") in (1, 2))
+            arch = gfx_name(facts.get("gfx_target_version", 0))
+            name = f"AMD {_text(node / 'name').strip() or arch}"
+            yield name, arch, memory, {"topology": f"node {node.name}"}
 
 
 def gfx_name(version: int) -> str:
-    """``gfx_target_version`` of the kernel driver as an architecture: ``90402`` -> ``"gfx942"``."""
+    """The topology's ``gfx_target_version`` as the compiler spells it: ``90402`` -> ``gfx942``, ``90010`` -> ``gfx90a``."""
+    if version <= 0:
+        return "unknown"
     return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
 
 
-def amd_devices(root: Path = ROOT) -> Devices:
-    """AMD devices by the kernel driver's topology (``sys/class/kfd``) and by nodes (``dev/kfd``, ``dev/dri``).
+def _amd_problems(node: bool, topology: bool, count: int) -> Iterator[Problem]:
+    if node and not topology:
+        remedy = "load the amdgpu driver (modprobe amdgpu), or mount /sys"
+        yield Problem("error", "/dev/kfd exists, but /sys/class/kfd/kfd/topology does not", remedy)
+    elif node and not count:
+        remedy = "give the container --device=/dev/dri, and the user the groups video and render"
+        yield Problem("error", "/dev/kfd exists, but its topology shows no device that computes", remedy)
+    elif count and not node:
+        remedy = "start the container with --device=/dev/kfd --device=/dev/dri"
+        yield Problem("error", f"the AMD topology shows {count} devices, but /dev/kfd does not exist", remedy)
 
-    A device is usable when ``dev/kfd`` and its own render node are there. Processors in the topology do not count.
+
+def ascend(root: Path = ROOT, path: str | None = None) -> Sight:
+    """Huawei Ascend: the nodes /dev/davinci0, … and davinci_manager against the installed driver and npu-smi.
+
+    ``path``: the search path for npu-smi, default ``$PATH``; it is looked up below ``root``.
     """
-    nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")
-    tables = [(p.parent, _pairs(_read(p))) for p in sorted(nodes, key=lambda p: (len(p.parent.name), p.parent.name))]
-    listed = [(folder, t) for folder, t in tables if int(t.get("gfx_target_version", 0))]
-    gate = (root / "dev/kfd").exists()
-    open_ = [(f, t) for f, t in listed if gate and _render_node(root, t)]
-    return Devices(
-        "AMD",
-        _read(root / "sys/module/amdgpu/version").strip(),
-        tuple(_amd_device(i, folder, t) for i, (folder, t) in enumerate(open_)),
-        (
-            Route("sys/class/kfd/kfd/topology/nodes", len(listed)),
-            Route("dev/kfd with dev/dri/renderD*", len(open_) if listed else int(gate)),
-        ),
-        "load the amdgpu kernel module, or give the container its nodes (--device /dev/kfd --device /dev/dri)",
-    )
-
-
-def _render_node(root: Path, table: Mapping[str, str]) -> bool:
-    minor = table.get("drm_render_minor", "")
-    return not minor or (root / f"dev/dri/renderD{minor}").exists()
-
-
-def _amd_device(index: int, folder: Path, table: Mapping[str, str]) -> DeviceInfo:
-    arch = gfx_name(int(table["gfx_target_version"]))
-    banks = [_pairs(_read(p)) for p in folder.glob("mem_banks/*/properties")]
-    memory = sum(int(b.get("size_in_bytes", 0)) for b in banks if b.get("heap_type") in _VRAM_HEAPS)
-    details = {"topology": folder.name}
-    details |= {k: table[k] for k in ("device_id", "location_id", "drm_render_minor") if k in table}
-    return DeviceInfo(index, AMD_NAMES.get(arch, f"AMD {arch}"), arch, memory, details)
-
-
-def ascend_devices(root: Path = ROOT) -> Devices:
-    """Huawei Ascend devices by nodes (``dev/davinci<number>``) and by the installed driver's files.
-
-    The driver's files do not list devices, so the second route counts every node when the driver is there and none
-    when it is not; without the driver no device is usable. Metadata tells neither model nor memory.
-    """
-    numbers = _node_numbers(root, "davinci")
-    driver = root / "usr/local/Ascend/driver"
-    version = _pairs(_read(driver / "version.info"), "=").get("Version", "")
-    installed = bool(version) or (driver / "lib64").is_dir()
-    usable = numbers if installed else ()
-    return Devices(
+    nodes = _numbered(root / "dev", "davinci")
+    manager = (root / "dev/davinci_manager").exists()
+    driver = _ascend_driver(root, os.environ.get("PATH", "") if path is None else path)
+    usable = nodes if driver and manager else []
+    return Sight(
         "Ascend",
-        version,
-        tuple(
-            DeviceInfo(i, "Huawei Ascend NPU", UNKNOWN, 0, {"node": f"/dev/davinci{n}"}) for i, n in enumerate(usable)
-        ),
-        (
-            Route("dev/davinci*", len(numbers)),
-            Route("usr/local/Ascend/driver", len(numbers) or 1 if installed else 0),
-        ),
-        "install the Ascend driver, or give the container both (--device /dev/davinci<n>, -v /usr/local/Ascend/driver)",
+        driver,
+        _listed("/dev/davinci", nodes),
+        tuple(DeviceInfo(i, "Ascend NPU", "unknown", 0, {"node": f"/dev/davinci{i}"}) for i in usable),
+        tuple(_ascend_problems(driver, manager, _listed("/dev/davinci", nodes))),
+        "neither /dev/davinci0 nor npu-smi or /usr/local/Ascend exists",
+        "install the Ascend driver, or start the container with --device=/dev/davinci0 --device=/dev/davinci_manager",
     )
 
 
-VENDORS: Mapping[str, Callable[[Path], Devices]] = {
-    "NVIDIA": nvidia_devices,
-    "AMD": amd_devices,
-    "Ascend": ascend_devices,
-}
+def _ascend_driver(root: Path, path: str) -> str:
+    version = re.search(r"(?m)^Version=(\S+)", _text(root / "usr/local/Ascend/driver/version.info"))
+    if version:
+        return f"driver {version[1]}"
+    for folder in filter(None, path.split(os.pathsep)):
+        if (root / folder.lstrip("/") / "npu-smi").is_file():
+            return "npu-smi"
+    return "/usr/local/Ascend" if (root / "usr/local/Ascend").is_dir() else ""
+
+
+def _ascend_problems(driver: str, manager: bool, nodes: str) -> Iterator[Problem]:
+    if nodes and not driver:
+        remedy = "install the Ascend driver, or mount /usr/local/Ascend/driver and npu-smi"
+        yield Problem("error", f"{nodes} exist, but neither npu-smi nor /usr/local/Ascend does", remedy)
+    elif nodes and not manager:
+        yield Problem("error", f"{nodes} exist, but /dev/davinci_manager does not", "add --device=/dev/davinci_manager")
+    elif driver and not nodes:
+        remedy = "start the container with --device=/dev/davinci0, or use another machine to run"
+        yield Problem("warn", f"Ascend software is installed ({driver}), but no /dev/davinci0 exists", remedy)
+
+
+def _text(path: Path) -> str:
+    """The file's text; empty where it is missing or the container hides it."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _properties(path: Path) -> dict[str, int]:
+    """``key value`` lines with whole numbers."""
+    pairs = (line.split() for line in _text(path).splitlines())
+    return {p[0]: int(p[1]) for p in pairs if len(p) == 2 and p[1].isdigit()}
+
+
+def _numbered(folder: Path, prefix: str) -> list[int]:
+    names = (p.name.removeprefix(prefix) for p in folder.glob(f"{prefix}[0-9]*"))
+    return sorted(int(n) for n in names if n.isdigit())
+
+
+def _listed(prefix: str, numbers: list[int]) -> str:
+    return ", ".join(f"{prefix}{n}" for n in numbers)
+
+
+def _plain(numbers: dict[int, dict[str, str]]) -> str:
+    return ", ".join(map(str, sorted(numbers)))

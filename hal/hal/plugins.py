@@ -313,13 +313,13 @@ def _load_one(entry: Entry) -> Backend:
         try:
             loading.run()
         # A plugin is foreign code: whatever it raises, sys.exit included, is its own fault and must not stop the rest.
-        except (Exception, SystemExit) as e:
+        except (Exception, SystemExit) as e:  # noqa: BLE001
             errors, trace = (f"{loading.stage}: {describe(e)}",), traceback.format_exc()
     notes = tuple(f"printed while loading: {text}" for text in printed) + ((trace,) if trace else ())
     return replace(loading.backend, load_errors=errors, load_notes=notes)
 
 
-def _hooks(plugin: object, specs: object) -> pluggy.PluginManager:
+def _hooks(plugin: object, specs: Any) -> pluggy.PluginManager:
     """A manager for this plugin alone: what pluggy refuses then concerns no other plugin."""
     hooks = pluggy.PluginManager(PROJECT)
     hooks.add_hookspecs(specs)
@@ -363,7 +363,7 @@ def _register(backend: Backend) -> _Registered:
         try:
             backend._hook("hal_register", register=registrar.add)
         # Foreign code again, see _load_one.
-        except (Exception, SystemExit) as e:
+        except (Exception, SystemExit) as e:  # noqa: BLE001
             registrar.errors.append(f"plugin {backend.name}: hal_register: {describe(e)}")
             trace = traceback.format_exc()
     notes = tuple(f"printed while registering: {text}" for text in printed) + ((trace,) if trace else ())

@@ -40,7 +40,6 @@ def _redirect(stack: contextlib.ExitStack, fd: int, name: str, file: IO[bytes]) 
         stack.enter_context(redirect(buffer))
     else:
         stream.flush()
-        stack.callback(stream.flush)
     with contextlib.suppress(OSError):  # the descriptor is closed: nothing to keep apart
         saved = os.dup(fd)
         os.dup2(file.fileno(), fd)

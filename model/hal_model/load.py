@@ -65,12 +65,19 @@ class Inventory:
 class Wanted:
     """How weights are held: the carrier, the format for each stored format, and the dtype of float32-product operands.
 
-    ``formats`` maps ``fp8`` and ``fp4`` to ``fp8``, ``fnuz``, ``fp4``, ``int8`` or ``dense``.
+    ``formats`` maps ``fp8`` and ``fp4`` to ``fp8``, ``fnuz``, ``fp4``, ``int8`` or ``dense``. ``wide`` None keeps those
+    operands as stored; ``dense`` None holds dense weights in the carrier.
     """
 
     carrier: torch.dtype = torch.bfloat16
     formats: Mapping[str, str] = field(default_factory=dict)
     wide: torch.dtype | None = None
+    dense: torch.dtype | None = None
+
+    @property
+    def dense_dtype(self) -> torch.dtype:
+        """Dtype of dense weights: the carrier unless the backend multiplies better in another."""
+        return self.dense or self.carrier
 
     def of(self, stored: str) -> str:
         """The format in which a weight stored as ``stored`` is held."""
@@ -78,7 +85,7 @@ class Wanted:
 
     def key(self) -> str:
         """Stable text of everything that decides the converted bytes."""
-        return json.dumps([str(self.carrier), sorted(self.formats.items()), str(self.wide)])
+        return json.dumps([str(self.carrier), sorted(self.formats.items()), str(self.wide), str(self.dense)])
 
 
 @dataclass
@@ -138,12 +145,12 @@ class _Placer:
             for e, group in enumerate(names):
                 at = 0
                 for name, part in zip(group, shapes[e], strict=True):
-                    values = convert(self.source, name, held, self.want.carrier)[which]
+                    values = convert(self.source, name, held, self.want.dense_dtype)[which]
                     assert values is not None
                     _copy(flat[e, at : at + part[0]], values)
                     at += part[0]
 
-        return self.put(label, shape, _held_dtype(self.source, names[0][0], held, self.want.carrier, which), fill)
+        return self.put(label, shape, _held_dtype(self.source, names[0][0], held, self.want.dense_dtype, which), fill)
 
     def compressor(self, p: str) -> Compressor:
         """``p`` ends in a dot, here and below."""
@@ -165,10 +172,10 @@ class _Placer:
         indexer = None
         if ratio == 4:
             ix = f"{p}indexer."
-            project = self.plain(f"{ix}weights_proj.weight", self.want.carrier)
+            project = self.plain(f"{ix}weights_proj.weight", self.want.dense_dtype)
             indexer = Indexer(self.linear(f"{ix}wq_b"), project, self.compressor(f"{ix}compressor."))
         group = (c.o_groups, c.o_lora_rank, c.num_attention_heads * c.head_dim // c.o_groups)
-        wo_a = self.put(f"{p}wo_a.weight", group, self.want.carrier, lambda out: self._fill_dense(out, f"{p}wo_a"))
+        wo_a = self.put(f"{p}wo_a.weight", group, self.want.dense_dtype, lambda out: self._fill_dense(out, f"{p}wo_a"))
         return Attention(
             self.linear(f"{p}wq_a"),
             self.plain(f"{p}q_norm.weight", torch.float32),
@@ -183,7 +190,7 @@ class _Placer:
         )
 
     def _fill_dense(self, out: Tensor, name: str) -> None:
-        values = convert(self.source, name, "dense", self.want.carrier)[0]
+        values = convert(self.source, name, "dense", self.want.dense_dtype)[0]
         assert values is not None
         _copy(out, values.view(out.shape))
 

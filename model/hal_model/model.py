@@ -146,31 +146,36 @@ class Traceable:
         streams = backbone(self.model, self.caches, step)
         if self.model.weights.mtp is not None:
             draft(self.model, self.caches, streams, step.tokens, step)
-        choose(head(self.model, streams[step.last]), *_meta_choice(rows, self.model.config.vocab_size))
+        penalties, values, integers = _meta_choice(rows, self.model.config.vocab_size)
+        choose(head(self.model, streams[step.last]), penalties, values, integers)
 
 
-def choose(scores: Tensor, counts: Tensor, seen: Tensor, penalties: Tensor, shape: Tensor, integers: Tensor) -> Tensor:
+Penalties = tuple[Tensor, Tensor, Tensor]
+
+
+def choose(scores: Tensor, penalties: Penalties | None, shape: Tensor, integers: Tensor) -> Tensor:
     """Penalise and sample: next ids int64 [B].
 
     Args:
         scores: float32 [B, V].
-        counts: int32 [B, V]; seen: bool [B, V].
-        penalties: float32 [3, B] repetition, presence, frequency.
+        penalties: None, or counts int32 [B, V], seen bool [B, V] and float32 [3, B] repetition, presence, frequency.
         shape: float32 [3, B] temperature, top-p, min-p.
         integers: int64 [3, B] top-k, seed, step.
     """
-    fair = penalize(scores, counts, seen, penalties[0], penalties[1], penalties[2])
-    return sample(fair, shape[0], integers[0], shape[1], shape[2], integers[1], integers[2])
+    if penalties is not None:
+        counts, seen, values = penalties
+        scores = penalize(scores, counts, seen, values[0], values[1], values[2])
+    return sample(scores, shape[0], integers[0], shape[1], shape[2], integers[1], integers[2])
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _meta_choice(rows: int, vocab: int) -> tuple[Tensor, ...]:
+def _meta_choice(rows: int, vocab: int) -> tuple[Penalties, Tensor, Tensor]:
     counts, seen = _empty(rows, vocab, dtype=torch.int32), _empty(rows, vocab, dtype=torch.bool)
     f32 = _empty(3, rows, dtype=torch.float32)
-    return counts, seen, f32, f32, _empty(3, rows)
+    return (counts, seen, f32), f32, _empty(3, rows)
 
 
 def _meta_cache(c: Cache) -> Cache:

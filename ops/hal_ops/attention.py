@@ -147,7 +147,9 @@ def _best(scores: Tensor, visible: Tensor, k: int) -> Tensor:
     n = scores.shape[1]
     entry = torch.arange(n, device=scores.device)
     hidden = (entry[None, :] >= visible[:, None]) | scores.isnan()
-    order = scores.masked_fill(hidden, -torch.inf).sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    least = torch.finfo(scores.dtype).min  # a visible -inf still comes before what is hidden
+    ranked = scores.clamp(min=least).masked_fill(hidden, -torch.inf)
+    order = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     chosen = torch.where(hidden.gather(1, order), n, order).sort(dim=-1).values
     chosen = torch.where(chosen == n, -1, chosen).to(torch.int32)
     return torch.nn.functional.pad(chosen, (0, k - chosen.shape[1]), value=-1)
@@ -203,15 +205,17 @@ def sparse_attention(
     out = torch.zeros_like(q)
     for start in range(0, q.shape[0], per):
         part = slice(start, start + per)
-        rows = torch.cat(
-            (window[window_rows[part].clamp(min=0).long()], entries[entry_rows[part].clamp(min=0).long()])
-            if entries.shape[0]
-            else (window[window_rows[part].clamp(min=0).long()],),
-            dim=1,
-        )
-        ids = torch.cat((window_rows[part], entry_rows[part]), dim=1)[:, : rows.shape[1]]
+        rows = torch.cat((_take(window, window_rows[part]), _take(entries, entry_rows[part])), dim=1)
+        ids = torch.cat((window_rows[part], entry_rows[part]), dim=1)
         out[part] = _attend(q[part], rows, ids >= 0, sink, scale)
     return out
+
+
+def _take(pool: Tensor, ids: Tensor) -> Tensor:
+    """Rows of ``pool`` [R, d] by ids [T, N]; −1 takes any row, or zeros from a pool that has none."""
+    if pool.shape[0] == 0 and bool((ids < 0).all()):
+        return pool.new_zeros(*ids.shape, pool.shape[1])
+    return pool[ids.clamp(min=0).long()]
 
 
 def _attend(q: Tensor, rows: Tensor, real: Tensor, sink: Tensor, scale: float) -> Tensor:
@@ -225,7 +229,7 @@ def _attend(q: Tensor, rows: Tensor, real: Tensor, sink: Tensor, scale: float) -
     p = (s - m).exp()
     total = p.sum(-1, keepdim=True) + (sink.to(acc)[None, :, None] - m).exp()
     o = torch.einsum("thn,tnd->thd", p.to(q.dtype).to(acc), keys)
-    return (o / total).to(q.dtype)
+    return (o / total.masked_fill(total == 0, 1)).to(q.dtype)  # no row and a sink of -inf: zeros, not 0/0
 
 
 def _query_inputs(draw: Draw, T: int, H: int, d: int) -> tuple[Any, ...]:

@@ -26,11 +26,15 @@ def _splitmix(x: Tensor) -> Tensor:
 
 
 def exponential_noise(seeds: Tensor, steps: Tensor, count: int) -> Tensor:
-    """Exp(1) noise float32 [B, count] that depends on (seed, step, index) alone, never on the batch (fault B57)."""
+    """Exp(1) noise float32 [B, count] that depends on (seed, step, index) alone, never on the batch (fault B57).
+
+    ``-log(1 - u)`` of a 40-bit u: float32 keeps u's digits near 0, where a race over a large vocabulary is won, so that
+    ties are rare; the noise is never 0, which would turn an impossible token into 0/0.
+    """
     key = _splitmix(_splitmix(seeds) + steps * _GOLDEN)
     index = torch.arange(1, count + 1, device=seeds.device, dtype=torch.int64) * _GOLDEN
-    bits = (_splitmix(key[:, None] + index[None, :]) >> 40) & 0xFFFFFF
-    return -((bits.to(torch.float32) + 0.5) * 2.0**-24).log()
+    bits = (_splitmix(key[:, None] + index[None, :]) >> 24) & 0xFFFFFFFFFF
+    return -torch.log1p(-(2 * bits + 1).to(torch.float32) * 2.0**-41)
 
 
 def _inputs(draw: Draw, B: int, V: int) -> tuple[Any, ...]:
@@ -84,7 +88,7 @@ def sample(
     keep = (rank < top_k[:, None]) | (top_k[:, None] == 0)
     kept = ordered * keep
     before = kept.cumsum(-1) - kept
-    keep &= before < top_p[:, None] * kept.sum(-1, keepdim=True)
+    keep &= (before < top_p[:, None] * kept.sum(-1, keepdim=True)) | (top_p[:, None] >= 1)
     keep &= ordered >= min_p[:, None] * ordered[:, :1]
     noise = exponential_noise(seeds, steps, probs.shape[1]).gather(1, index)
     race = (ordered / noise).masked_fill(~keep, -1.0)

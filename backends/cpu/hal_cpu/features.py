@@ -200,7 +200,7 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
     for version, group in _groups(root, "memory"):
         limit_file, used_file, cache = names[version]
         limit = _number(group / limit_file)
-        if limit is None or limit < 0 or limit >= 1 << 60:  # version 1 writes "no limit" as almost 2^63
+        if limit is None:  # version 1 writes "no limit" as almost 2^63, which is never the least
             continue
         used = (_number(group / used_file) or 0) - _stat(group / "memory.stat", cache)
         yield limit, max(0, limit - max(0, used))

@@ -1,0 +1,41 @@
+"""The NVIDIA backend's plugin: designed for Hopper (sm_90); finds devices, has no kernels and no device services yet."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from hal.errors import BackendError
+from hal.machine import nvidia
+from hal.plugin import Info, Probe, hookimpl
+
+MISSING = "no kernels and no device services yet; use --backend cpu"
+
+
+@hookimpl
+def hal_info() -> Info:
+    """See :func:`hal.hookspecs.hal_info`."""
+    return Info(
+        name="cuda",
+        vendor="NVIDIA",
+        api=("1.0", "1.0"),
+        stands_on=("triton>=3.6",),
+        description="NVIDIA Hopper through Triton",
+        maturity="designed-for",
+    )
+
+
+@hookimpl
+def hal_probe() -> Probe:
+    """Report devices from /proc/driver/nvidia and the nodes /dev/nvidia0, /dev/nvidia1, …."""
+    return nvidia().probe(f"backend cuda: {MISSING}")
+
+
+@hookimpl
+def hal_register() -> None:
+    """Register nothing: there is no kernel yet."""
+
+
+@hookimpl
+def hal_device(index: int) -> NoReturn:
+    """Raise BackendError: device services are still to be written."""
+    raise BackendError(f"backend cuda: device {index} cannot be used: {MISSING}")
