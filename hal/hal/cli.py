@@ -159,7 +159,7 @@ def _show_version(ctx: click.Context, _option: click.Parameter, wanted: bool) ->
 
 
 @click.group(cls=Commands, context_settings=CONTEXT, no_args_is_help=True)
-@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version, help="Show it.")
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version, help="Show the version and exit.")
 def cli() -> None:
     """DeepSeek V4 on many chips: one model, kernels from plugins, proofs from a conformance suite."""
 
@@ -234,7 +234,7 @@ def _details(details: Mapping[str, str]) -> str:
 def _select(found: Backends, name: str | None) -> list[Backend]:
     if name is None:
         return list(found)
-    found.named(name, f"hal backends {name}")
+    found.named(name, f"backends {name}")
     return [b for b in found if b.name == name]
 
 
@@ -284,7 +284,7 @@ def _facts() -> dict[str, Any]:
 @cli.command()
 @_json_option
 def info(as_json: bool) -> None:
-    """Show versions, platform, backends and the variables HAL_*: what a bug report needs."""
+    """Show what a bug report needs: versions, platform, backends, HAL_* variables."""
     facts = _facts()
     if as_json:
         _print_json(facts)
@@ -295,15 +295,18 @@ def info(as_json: bool) -> None:
     click.echo(table(("WHAT", "VALUE"), [*rows, *facts["environment"].items()]))
 
 
+def _with_remedy(finding: Finding) -> str:
+    return f"{finding.seen} -> {finding.remedy}" if finding.remedy else finding.seen
+
+
 @cli.command()
 @_json_option
 @click.pass_context
 def doctor(ctx: click.Context, as_json: bool) -> None:
-    """Judge the machine from metadata: versions, processor, memory, chips, plugins. Exits with 1 on an error."""
+    """Judge the machine and its software from metadata. Exits with 1 on an error."""
     findings: tuple[Finding, ...] = (*examine(), *map(judge_backend, load()))
     if as_json:
         _print_json({"findings": [asdict(f) for f in findings]})
     else:
-        rows = [(f.level, f.subject, f.seen, f.remedy or "-") for f in findings]
-        click.echo(table(("LEVEL", "SUBJECT", "SEEN", "REMEDY"), rows))
+        click.echo(table(("LEVEL", "SUBJECT", "SEEN"), [(f.level, f.subject, _with_remedy(f)) for f in findings]))
     ctx.exit(exit_code(findings))

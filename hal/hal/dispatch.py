@@ -14,6 +14,17 @@ from hal.operator import OPERATORS
 Via = Literal["kernel", "parts", "reference"]
 
 
+class _Counter:
+    """Registry look-ups made in this process; a step under a plan adds none."""
+
+    count = 0
+
+
+def lookups() -> int:
+    """Registry look-ups so far: every decision is one."""
+    return _Counter.count
+
+
 @dataclass(frozen=True)
 class Refusal:
     """A kernel that was considered and why it does not serve the call."""
@@ -78,6 +89,7 @@ def decide(call: Call, policy: Policy) -> Decision:
         ContractError: two kernels tie; the message names both.
         NoKernelError: a pinned plan names kernels for this operator and none of them serves the call.
     """
+    _Counter.count += 1
     op = OPERATORS[call.operator]
     refused, able = [], []
     for k in policy.kernels.get(op.name, ()):

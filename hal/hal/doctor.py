@@ -194,7 +194,7 @@ def judge_backend(backend: Backend) -> Finding:
     missing = [u for r in (backend.info.stands_on if backend.info else ()) if (u := unmet(r))]
     if backend.state == "ready" and missing and not backend.designed_for:
         return Finding("error", subject, "; ".join(missing), f'pip install "hal-v4-{backend.name}[chip]"')
-    return Finding("ok", subject, ": ".join(filter(None, (backend.state, backend.why()))))
+    return Finding("ok", subject, "designed for its chip only" if backend.designed_for else backend.state)
 
 
 def exit_code(findings: tuple[Finding, ...]) -> int:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from hal.contract import Call
-from hal.dispatch import Decision, Policy, decide
+from hal.dispatch import Decision, Policy, decide, lookups
 from hal.errors import ContractError, NoKernelError, UsageError
 from hal.kernel import Kernel
 from hal.operator import OPERATORS, Operator, Route, routes
@@ -123,12 +123,17 @@ class Plan:
     ledger: Mapping[Bucket, Mapping[tuple[str, Key], Decision]]
     receipts: Receipts = field(default_factory=Receipts)
     watermark: bool = False
-    lookups: int = 0
     _tables: dict[Bucket, list[Route]] = field(default_factory=dict)
+    _bound_at: int = field(default_factory=lookups)
 
     def __post_init__(self) -> None:
         for bucket, decisions in self.ledger.items():
             self._tables[bucket] = self._build(decisions)
+
+    @property
+    def lookups(self) -> int:
+        """Registry look-ups in this process since the plan was bound; steps add none."""
+        return lookups() - self._bound_at
 
     def bucket(self, phase: str, tokens: int) -> Bucket:
         """The bucket of a step.
@@ -180,7 +185,6 @@ class Plan:
 
     def _missing(self, op: Operator[..., Any]) -> Route:
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            self.lookups += 1
             seen = op.contract.call(args, kwargs)
             raise ContractError(f"operator {op.name} was not in the plan at {seen.describe()}; bind did not trace it")
 
@@ -327,7 +331,3 @@ def _by_key(plan: Mapping[str, Any], bucket: str) -> dict[tuple[str, str], Mappi
 
 def _short(entry: Mapping[str, Any] | None) -> str:
     return f"{entry['chosen']}@{entry['source_hash'] or '-'}" if entry else "absent"
-
-
-#: a function that runs a step; only for annotations of callers
-Step = Callable[..., Any]

@@ -204,10 +204,12 @@ def hadamard(x: Tensor) -> Tensor:
     n = x.shape[-1]
     if n < 1 or n & (n - 1):
         raise InputError(f"last axis n = {n}, right is a power of two")
-    v, step = up(x), 1
+    v: Tensor = up(x)
+    step = 1
     while step < n:
         pairs = torch.unflatten(v, -1, (n // (2 * step), 2, step))
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         v = torch.stack((a + b, a - b), dim=-2).flatten(-3)
         step *= 2
-    return (v * n**-0.5).to(x.dtype)
+    factor: float = n**-0.5
+    return (v * factor).to(x.dtype)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from hal.errors import InputError
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIELDS = np.uint64(0x0000FFFF0000FFFF)
@@ -38,8 +40,8 @@ def _words(seed: np.uint64, start: int, count: int) -> np.ndarray:
         return x
 
 
-def bits(key: str, count: int) -> np.ndarray:
-    """``count`` uint64 words of ``key``."""
+def _stream(key: str, count: int) -> np.ndarray:
+    """The first ``count`` words of ``key``, uint64."""
     out, seed = np.empty(count, dtype=np.uint64), _seed(key)
     for start in range(0, count, _CHUNK):
         size = min(_CHUNK, count - start)
@@ -47,10 +49,18 @@ def bits(key: str, count: int) -> np.ndarray:
     return out
 
 
+def bits(key: str, count: int) -> np.ndarray:
+    """``count`` random uint32 of ``key``: the upper half of every word."""
+    return (_stream(key, count) >> np.uint64(32)).astype(np.uint32)
+
+
 def uniform(key: str, shape: Sequence[int], low: float = 0.0, high: float = 1.0) -> Tensor:
-    """float32 [shape] in [low, high): a 24-bit integer scaled by a power of two, then one float32 multiply-add."""
-    unit = (bits(key, math.prod(shape)) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
-    return torch.from_numpy(unit.reshape(tuple(shape))) * (high - low) + low
+    """float32 [shape] from ``low`` to ``high``: a 24-bit integer over 2^24, then one float32 multiplication and addition.
+
+    ``high`` itself comes out only where the addition rounds up to it.
+    """
+    unit = (bits(key, math.prod(shape)) >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
+    return torch.from_numpy((unit * np.float32(high - low) + np.float32(low)).reshape(tuple(shape)))
 
 
 def normal(key: str, shape: Sequence[int]) -> Tensor:
@@ -70,46 +80,68 @@ def normal(key: str, shape: Sequence[int]) -> Tensor:
 
 
 def integers(key: str, shape: Sequence[int], low: int, high: int) -> Tensor:
-    """int64 [shape] in [low, high), by modulo (bias below 2^-30 for ranges up to 2^34)."""
-    words = bits(key, math.prod(shape)) % np.uint64(max(1, high - low))
+    """int64 [shape] in [low, high), by modulo (bias below 2^-30 for ranges up to 2^34).
+
+    Raises:
+        InputError: the range is empty and ``shape`` is not.
+    """
+    count = math.prod(shape)
+    if high <= low and count:
+        raise InputError(f"integers from low = {low} to high = {high}, right is high > low")
+    words = _stream(key, count) % np.uint64(max(1, high - low))
     return torch.from_numpy(words.astype(np.int64).reshape(tuple(shape))) + low
 
 
 def permutation(key: str, count: int) -> Tensor:
     """A permutation of range(count), int64: the stable order of ``count`` words."""
-    return torch.from_numpy(np.argsort(bits(key, count), kind="stable"))
+    return torch.from_numpy(np.argsort(_stream(key, count), kind="stable").astype(np.int64))
 
 
+#: zeros of both signs, block maxima of both formats and their neighbours, subnormals, magnitudes far apart, powers of two
 _SPECIAL = np.array(
-    [0.0, -0.0, 448.0, -448.0, 449.0, 447.0, 1.0, -1.0, 2.0**-9, -(2.0**-10), 1e-30, -1e-30, 6.0, 3.5, 1e-4, -2.5, 1e4]
-    + [2.0**n for n in range(-12, 12)],
+    [0.0, -0.0, 447.0, 449.0, 6.0, 3.5, 1e-4, -2.5, 1e4, 1e-30, -1e-30, 2.0**-127, -(2.0**-130), 2.0**-149]
+    + [sign * 448.0 * 2.0**k for k in (-16, -8, -1, 0, 1, 8) for sign in (1, -1)]
+    + [sign * 2.0**k for k in range(-12, 12) for sign in (1, -1)],
     dtype=np.float32,
 )
 
 
+def _outliers(key: str, shape: Sequence[int]) -> Tensor:
+    factor = torch.ones(shape[-1])
+    factor[permutation(f"{key}/channels", shape[-1])[:8]] = 50.0
+    return normal(key, shape) * factor
+
+
+def _rows(key: str, shape: Sequence[int]) -> Tensor:
+    rows = np.arange(math.prod(shape[:-1]), dtype=np.int32) % 24 - 20
+    factor = np.ldexp(np.float32(1), rows).astype(np.float32)
+    return normal(key, shape) * torch.from_numpy(factor.reshape(*shape[:-1], 1))
+
+
+def _adversarial(key: str, shape: Sequence[int]) -> Tensor:
+    values = torch.from_numpy(_SPECIAL)[integers(key, shape, 0, len(_SPECIAL))]
+    return values.masked_fill(uniform(f"{key}/zero", (*shape[:-1], 1)) < 0.1, 0.0)
+
+
+_FAMILIES: dict[str, Callable[[str, Sequence[int]], Tensor]] = {
+    "normal": normal,
+    "positive": lambda key, shape: normal(key, shape).abs(),
+    "outliers": _outliers,
+    "rows": _rows,
+    "adversarial": _adversarial,
+}
+
+
 def draw(family: str, key: str, shape: Sequence[int]) -> Tensor:
-    """float32 [shape] of an input family.
+    """float32 [shape], at least one axis, of an input family.
 
     ``normal``; ``positive`` (absolute values: accumulator bias shows); ``outliers`` (eight channels x50); ``rows`` (rows
-    scaled by 2^-20 … 2^3: faults in small rows show); ``adversarial`` (zeros of both signs, block maxima, powers of two).
+    scaled by 2^-20 … 2^3 in turn: faults in small rows show); ``adversarial`` (zeros of both signs, subnormals, block
+    maxima, powers of two; a tenth of the rows are zero).
 
     Raises:
-        ValueError: unknown family.
+        InputError: unknown family.
     """
-    if family == "adversarial":
-        index = integers(key, shape, 0, len(_SPECIAL))
-        rowwise = uniform(f"{key}/zero", shape[:-1]) < 0.1 if len(shape) > 1 else torch.tensor(False)
-        return torch.from_numpy(_SPECIAL)[index].masked_fill(rowwise[..., None] if rowwise.dim() else rowwise, 0.0)
-    x = normal(key, shape)
-    if family == "normal":
-        return x
-    if family == "positive":
-        return x.abs()
-    if family == "outliers":
-        channels = integers(f"{key}/channels", (8,), 0, max(1, shape[-1]))
-        return x * (1 + 49 * torch.zeros(shape[-1]).index_fill(0, channels, 1.0)) if shape[-1] else x
-    if family == "rows":
-        rows = math.prod(shape[:-1])
-        power = torch.ldexp(torch.ones(rows), torch.arange(rows) % 24 - 20)
-        return x * power.view(*shape[:-1], 1)
-    raise ValueError(f"input family {family!r} is unknown")
+    if family not in _FAMILIES:
+        raise InputError(f"input family {family!r} is unknown, right is one of {', '.join(_FAMILIES)}")
+    return _FAMILIES[family](key, shape)

@@ -1,4 +1,4 @@
-"""The AMD ROCm backend's plugin: designed for MI300 (gfx942) and MI350 (gfx950); finds devices, has no kernels and no device services yet."""
+"""The AMD ROCm backend's plugin, designed for gfx942 and gfx950: finds devices, has no kernels and no device services yet."""
 
 from __future__ import annotations
 
