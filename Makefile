@@ -15,7 +15,7 @@ demo:
 
 test:
 	@./env.sh test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint:
 	@./env.sh test lint

@@ -55,13 +55,21 @@ install_torch() {
     "$venv/bin/python" -m pip install --disable-pip-version-check "${HAL_TORCH:-$default_torch}"
 }
 
+build_requirements() { # one a line, from pyproject.toml
+    "$venv/bin/python" -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")'
+}
+
 install_packages() { # EXTRA…
-    local extras sources=() package
+    local extras package build sources=()
     extras=$(IFS=,; printf '%s' "$*")
-    # All in one command, so that pip finds in the tree the packages that name each other.
     for package in "${packages[@]}"; do sources+=(-e "$package"); done
+    # Once into the environment itself: else pip makes an environment to build in for each package.
+    mapfile -t build < <(build_requirements)
+    "$venv/bin/python" -m pip install --disable-pip-version-check --quiet "${build[@]}"
+    # All packages in one command, so that pip finds in the tree those that name each other.
     say "installing hal-v4${extras:+[$extras]} and ${packages[*]}"
-    "$venv/bin/python" -m pip install --disable-pip-version-check --quiet -e ".${extras:+[$extras]}" "${sources[@]}"
+    "$venv/bin/python" -m pip install --disable-pip-version-check --quiet --no-build-isolation \
+        -e ".${extras:+[$extras]}" "${sources[@]}"
 }
 
 digest() { # of what decides the installed set

@@ -159,7 +159,9 @@ def _show_version(ctx: click.Context, _option: click.Parameter, wanted: bool) ->
 
 
 @click.group(cls=Commands, context_settings=CONTEXT, no_args_is_help=True)
-@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version, help="Show the version and exit.")
+@click.option(
+    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version, help="Show it and exit."
+)
 def cli() -> None:
     """DeepSeek V4 on many chips: one model, kernels from plugins, proofs from a conformance suite."""
 

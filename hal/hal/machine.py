@@ -181,7 +181,7 @@ def ascend(root: Path = ROOT, path: str | None = None) -> Sight:
         _listed("/dev/davinci", nodes),
         tuple(DeviceInfo(i, "Ascend NPU", "unknown", 0, {"node": f"/dev/davinci{i}"}) for i in usable),
         tuple(_ascend_problems(driver, manager, _listed("/dev/davinci", nodes))),
-        "neither /dev/davinci0 nor npu-smi or /usr/local/Ascend exists",
+        "none of /dev/davinci0, npu-smi and /usr/local/Ascend/driver exists",
         "install the Ascend driver, or start the container with --device=/dev/davinci0 --device=/dev/davinci_manager",
     )
 
@@ -193,13 +193,14 @@ def _ascend_driver(root: Path, path: str) -> str:
     for folder in filter(None, path.split(os.pathsep)):
         if (root / folder.lstrip("/") / "npu-smi").is_file():
             return "npu-smi"
-    return "/usr/local/Ascend" if (root / "usr/local/Ascend").is_dir() else ""
+    # A toolkit beside it is not enough: images carry one, while the driver is mounted from the host.
+    return "driver of unknown version" if any((root / "usr/local/Ascend/driver").glob("*")) else ""
 
 
 def _ascend_problems(driver: str, manager: bool, nodes: str) -> Iterator[Problem]:
     if nodes and not driver:
         remedy = "install the Ascend driver, or mount /usr/local/Ascend/driver and npu-smi"
-        yield Problem("error", f"{nodes} exist, but neither npu-smi nor /usr/local/Ascend does", remedy)
+        yield Problem("error", f"{nodes} exist, but neither npu-smi nor /usr/local/Ascend/driver does", remedy)
     elif nodes and not manager:
         yield Problem("error", f"{nodes} exist, but /dev/davinci_manager does not", "add --device=/dev/davinci_manager")
     elif driver and not nodes:

@@ -30,18 +30,21 @@ if TYPE_CHECKING:
 State = Literal["ready", "absent", "broken"]
 Kernels = Mapping[str, "tuple[Kernel, ...]"]
 
+#: Modules of the framework that declare operators, by name: they enter through the same door as any other package's.
+BARE_OPERATORS = ("hal_ops", "hal_model.layers")
+
 
 def load_operators() -> None:
     """Import every module that declares operators: group ``hal.operators``, or those of ``HAL_OPERATORS``.
 
-    On a machine without installed metadata ``hal_ops`` is taken if it can be found.
+    On a machine without installed metadata those of :data:`BARE_OPERATORS` are taken that can be found.
 
     Raises:
         ContractError: a module cannot be imported; the message names it and the cause.
     """
     found = entries("hal.operators", "HAL_OPERATORS")
-    if not found and "HAL_OPERATORS" not in os.environ and find_spec("hal_ops"):
-        found = (Entry("ops", "hal_ops", "the default hal_ops"),)
+    if not found and "HAL_OPERATORS" not in os.environ:
+        found = tuple(Entry(m, m, f"the default {m}") for m in BARE_OPERATORS if find_spec(m.partition(".")[0]))
     for entry in found:
         try:
             entry.load()

@@ -15,13 +15,15 @@ from torch import Tensor
 
 from hal.arena import Pool, StateArena, pool_bytes
 from hal.device import DeviceServices
-from hal.errors import UsageError
+from hal.errors import ContractError, MemoryLimitError, UsageError
 from hal_model.config import ModelConfig
 from hal_model.layers import Cache, Entries, Step
 
 WINDOW_PAGE = 64
 PAGE = {4: 64, 128: 8}
 KIND = {0: "sliding", 4: "csa", 128: "hca"}
+POOL = {0: "window", 4: "csa", 128: "hca"}
+CLOSED = -1  # slot of a closed sequence
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,11 @@ class Sequence:
     entries: dict[int, list[int]] = field(default_factory=lambda: {4: [], 128: []})
 
 
+def _check_open(seq: Sequence) -> None:
+    if seq.slot == CLOSED:
+        raise ContractError("a closed sequence was used; right is one that open() returned and close() did not see")
+
+
 class State:
     """Pools, page tables and slots of up to ``limits.max_batch_size`` sequences.
 
@@ -133,7 +140,12 @@ class State:
         return Sequence(self._slots.pop(0))
 
     def close(self, seq: Sequence) -> None:
-        """Give back the sequence's pages and slot."""
+        """Give back the sequence's pages and slot.
+
+        Raises:
+            ContractError: it is closed already.
+        """
+        _check_open(seq)
         self.pools["window"].allocator.give(seq.window.values())
         for ratio, pages in seq.entries.items():
             if pages:
@@ -141,6 +153,7 @@ class State:
         seq.window, seq.entries = {}, {4: [], 128: []}
         self._slots.append(seq.slot)
         self._slots.sort()
+        seq.slot = CLOSED
 
     def prepare(self, batch: Seq[tuple[Sequence, Seq[int]]]) -> Step:
         """Take the pages that the new tokens need and lay out one step; ``commit`` ends it.
@@ -150,6 +163,7 @@ class State:
 
         Raises:
             UsageError: a sequence would outgrow ``max_seq_len``, or the step ``max_step_tokens``.
+            ContractError: a sequence is closed, or is in the step twice.
             MemoryLimitError: a pool has too few pages; nothing was taken for the failing sequence.
         """
         self._check(batch)
@@ -169,7 +183,10 @@ class State:
         total = sum(len(ids) for _, ids in batch)
         if total > self.limits.max_step_tokens:
             raise UsageError(f"step of {total} tokens exceeds max_step_tokens {self.limits.max_step_tokens}")
-        for seq, ids in batch:
+        for i, (seq, ids) in enumerate(batch):
+            _check_open(seq)
+            if any(seq is other for other, _ in batch[:i]):
+                raise ContractError(f"sequence in slot {seq.slot} is in the step twice; right is once, with all its ids")
             if not ids:
                 raise UsageError(f"sequence in slot {seq.slot} has no new token; right is at least one")
             if seq.length + len(ids) > self.limits.max_seq_len:
@@ -177,20 +194,34 @@ class State:
                 raise UsageError(f"sequence of {length} tokens exceeds max_seq_len {self.limits.max_seq_len}")
 
     def _grow(self, seq: Sequence, length: int) -> None:
-        """Take every page up to ``length`` tokens."""
+        """Take every page up to ``length`` tokens, or none."""
         new = range(seq.length // WINDOW_PAGE, (length - 1) // WINDOW_PAGE + 1)
         missing = [n for n in new if n not in seq.window]
-        for n, page in zip(missing, self.pools["window"].allocator.take(len(missing)), strict=True):
+        counts = {0: len(missing)}
+        for ratio, pages in seq.entries.items():
+            counts[ratio] = max(0, -(-(length // ratio) // PAGE[ratio]) - len(pages))
+        taken = self._take(counts)
+        for n, page in zip(missing, taken[0], strict=True):
             seq.window[n] = page
             self.tables[0][seq.slot, n] = page
         for ratio, pages in seq.entries.items():
-            if KIND[ratio] not in self.pools:
-                continue
-            needed = -(-(length // ratio) // PAGE[ratio]) - len(pages)
-            if needed > 0:
-                taken = self.pools[KIND[ratio]].allocator.take(needed)
-                self.tables[ratio][seq.slot, len(pages) : len(pages) + needed] = torch.tensor(taken, dtype=torch.int32)
-                pages += taken
+            more = torch.tensor(taken[ratio], dtype=torch.int32)
+            self.tables[ratio][seq.slot, len(pages) : len(pages) + len(more)] = more
+            pages += taken[ratio]
+
+    def _take(self, counts: dict[int, int]) -> dict[int, list[int]]:
+        """That many pages of each kind, all or none; a kind without layers has no pool and no pages."""
+        taken: dict[int, list[int]] = {}
+        try:
+            for kind, count in counts.items():
+                pool = self.pools.get(POOL[kind])
+                taken[kind] = pool.allocator.take(count) if pool else []
+        except MemoryLimitError:
+            for kind, pages in taken.items():
+                if pages:
+                    self.pools[POOL[kind]].allocator.give(pages)
+            raise
+        return taken
 
     def _layout(self, batch: Seq[tuple[Sequence, Seq[int]]]) -> Step:
         counts = torch.tensor([len(ids) for _, ids in batch])

@@ -23,7 +23,7 @@ def _pairs() -> list[dict[str, Any]]:
     for g in (FLASH, PRO):
         wide = g["H"] * g["d"]
         shapes += [(g["Q"], g["D"]), (wide, g["Q"]), (512, g["D"]), (g["D"], g["G"] * g["O"]), (g["D"], g["I"])]
-    out: list[dict[str, Any]] = [{"T": 1, "N": n, "K": k, "full": n * k > 2**22} for n, k in shapes]
+    out: list[dict[str, Any]] = [{"T": 1, "N": n, "K": k, "full": n * k >= 2**22} for n, k in shapes]
     out += [{"T": t, "N": n, "K": k, "full": True} for t in (64, 1024) for n, k in shapes]
     return out + [{"T": t, "N": 192, "K": 256} for t in (0, 1, 5)]
 

@@ -73,4 +73,5 @@ def head_rms_norm(x: Tensor, eps: float) -> Tensor:
     Source: spec §2.5 step 2.
     """
     mean = up(x.square()).mean(-1, keepdim=True).to(x.dtype)
-    return x * torch.rsqrt(mean + eps)
+    # in the carrier, rsqrt may round its square root too, and only for elements outside full vectors
+    return x * torch.rsqrt(up(mean + eps)).to(x.dtype)

@@ -25,16 +25,21 @@ def _splitmix(x: Tensor) -> Tensor:
     return x ^ shifted(x, 31)
 
 
+def _exponential(bits: Tensor) -> Tensor:
+    """``-log(1 - u)`` in float32 of u = (bits + ½)·2^-40, bits int64 in [0, 2^40): positive and finite."""
+    u = (2 * bits + 1).to(torch.float32) * 2.0**-41
+    return -torch.log1p(-u.clamp(max=1 - 2.0**-24))
+
+
 def exponential_noise(seeds: Tensor, steps: Tensor, count: int) -> Tensor:
     """Exp(1) noise float32 [B, count] that depends on (seed, step, index) alone, never on the batch (fault B57).
 
-    ``-log(1 - u)`` of a 40-bit u: float32 keeps u's digits near 0, where a race over a large vocabulary is won, so that
-    ties are rare; the noise is never 0, which would turn an impossible token into 0/0.
+    float32 keeps the digits of small values, where a race over a large vocabulary is won, so that ties are rare; it is
+    never 0, which would let an impossible token win as 0/0.
     """
     key = _splitmix(_splitmix(seeds) + steps * _GOLDEN)
     index = torch.arange(1, count + 1, device=seeds.device, dtype=torch.int64) * _GOLDEN
-    bits = (_splitmix(key[:, None] + index[None, :]) >> 24) & 0xFFFFFFFFFF
-    return -torch.log1p(-(2 * bits + 1).to(torch.float32) * 2.0**-41)
+    return _exponential((_splitmix(key[:, None] + index[None, :]) >> 24) & 0xFFFFFFFFFF)
 
 
 def _inputs(draw: Draw, B: int, V: int) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """Shared parts of the model's tests: tiny checkpoints on disk, models on the CPU, and ways to run them.
 
-Steps run the references: no plan is active, so every call is checked against its contract.
+Steps run the references: no plan is active, so every call is checked against its contract, unless ``unchecked``.
 """
 
 from __future__ import annotations
@@ -93,6 +93,13 @@ def step() -> Step:
         return out
 
     return run
+
+
+@pytest.fixture(scope="module")
+def unchecked() -> Iterator[None]:
+    """Run the bare references, as a plan would: checking every call's contract doubles the time of a decode step."""
+    with routes([op.fn for op in OPERATORS.values()]):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The Huawei Ascend backend's plugin, designed for 910B and 910C: finds devices, has no kernels and no device services yet."""
+"""The Huawei Ascend backend's plugin, designed for 910B and 910C: finds devices; kernels and device services come later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The NVIDIA backend's plugin, designed for Hopper (sm_90): finds devices, has no kernels and no device services yet."""
+"""The NVIDIA backend's plugin, designed for Hopper: finds devices; kernels and device services come later."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def hal_info() -> Info:
 
 @hookimpl
 def hal_probe() -> Probe:
-    """Report devices from /proc/driver/nvidia and the nodes /dev/nvidia0, /dev/nvidia1, … ."""
+    """Report devices from /proc/driver/nvidia and the device nodes /dev/nvidia0 and so on."""
     return nvidia().probe(f"backend cuda: {MISSING}")
 
 

@@ -1,4 +1,4 @@
-"""The AMD ROCm backend's plugin, designed for gfx942 and gfx950: finds devices, has no kernels and no device services yet."""
+"""The AMD ROCm backend's plugin, designed for gfx942 and gfx950: finds devices; kernels and device services come later."""
 
 from __future__ import annotations
 
