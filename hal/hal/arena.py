@@ -18,7 +18,7 @@ import torch
 from hal.device import ALIGNMENT, DeviceServices, format_bytes
 from hal.errors import ContractError, MemoryLimitError, UsageError
 
-WEIGHTS_FLAG = "--weights-memory or --memory-share"
+WEIGHTS_FLAG = "--weight-format or --memory-share"
 STATE_FLAG = "--max-batch-size, --max-seq-len or --memory-share"
 WORKSPACE_FLAG = "--max-batch-size or --memory-share"
 

@@ -6,6 +6,7 @@ Every error of :class:`hal.errors.HalError` becomes one line on stderr and the e
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import sys
@@ -127,7 +128,8 @@ def exit_codes() -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    """Run the command line and exit."""
+    """Run the command line and exit; warnings of the framework go to stderr in the form of its errors."""
+    logging.basicConfig(format="hal: %(message)s", level=logging.WARNING)
     sys.exit(run(sys.argv[1:]))
 
 

@@ -94,7 +94,7 @@ def test_weight_overflow_names_tensor_needed_free_and_flag_and_changes_nothing()
     weights.place("a", (1,), torch.float32)
     with pytest.raises(MemoryLimitError) as e:
         weights.place("layers.0.wq", (ALIGNMENT + 1,), torch.uint8)
-    for part in ("layers.0.wq", "512 bytes needed", "256 bytes free", "--weights-memory", "--memory-share"):
+    for part in ("layers.0.wq", "512 bytes needed", "256 bytes free", "--weight-format", "--memory-share"):
         assert part in str(e.value)
     assert weights.used == ALIGNMENT
     assert weights.place("layers.0.wq", (ALIGNMENT,), torch.uint8).numel() == ALIGNMENT
@@ -127,7 +127,7 @@ def test_views_made_in_inference_mode_can_be_written_outside_it() -> None:
 @pytest.mark.parametrize(
     ("make", "flag"),
     [
-        (lambda d: WeightArena(d, MIB), "--weights-memory"),
+        (lambda d: WeightArena(d, MIB), "--weight-format"),
         (lambda d: StateArena(d, MIB), "--max-seq-len"),
         (lambda d: WorkspaceArena(d, MIB), "--max-batch-size"),
     ],
