@@ -4,7 +4,7 @@ HAL_VENV ?= .venv
 BIN := $(HAL_VENV)/bin
 export HAL_VENV
 
-SOURCES := hal ops model conformance backends tests
+SOURCES := $(wildcard hal ops model engine conformance backends examples benchmarks tests)
 
 .PHONY: demo test lint format clean
 .NOTPARALLEL:

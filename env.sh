@@ -55,17 +55,13 @@ install_torch() {
     "$venv/bin/python" -m pip install --disable-pip-version-check "${HAL_TORCH:-$default_torch}"
 }
 
-build_requirements() { # one a line, from pyproject.toml
-    "$venv/bin/python" -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")'
-}
-
 install_packages() { # EXTRA…
-    local extras package build sources=()
+    local extras package build=$venv/build-requirements.txt sources=()
     extras=$(IFS=,; printf '%s' "$*")
     for package in "${packages[@]}"; do sources+=(-e "$package"); done
     # Once into the environment itself: else pip makes an environment to build in for each package.
-    mapfile -t build < <(build_requirements)
-    "$venv/bin/python" -m pip install --disable-pip-version-check --quiet "${build[@]}"
+    "$venv/bin/python" -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' >"$build"
+    "$venv/bin/python" -m pip install --disable-pip-version-check --quiet -r "$build"
     # All packages in one command, so that pip finds in the tree those that name each other.
     say "installing hal-v4${extras:+[$extras]} and ${packages[*]}"
     "$venv/bin/python" -m pip install --disable-pip-version-check --quiet --no-build-isolation \

@@ -31,9 +31,10 @@ CHIP_LIBRARIES = frozenset(
 )
 CHIP_PARTS_OF_TORCH = frozenset(f"torch.{part}" for part in ("cuda", "npu", "xpu", "mps", "hip", "musa", "mlu"))
 
-# A chip's name as a word of an identifier or a string: `sm_90` and `is_cuda`, not `ascending`.
+# A chip's name as a word of an identifier or a string: `sm_90` and `is_cuda`, not `ascending`, nor the verb in "must ascend".
 CHIP_NAME = re.compile(
-    r"(?<![a-z])(cuda|rocm|ascend|npu|hopper|nvidia|amd|huawei|gfx\d*|sm_\d*)(?![a-z])", re.IGNORECASE
+    r"(?<![a-z])(cuda|rocm|(?<!not )(?<!must )ascend|npu|hopper|nvidia|amd|huawei|gfx\d*|sm_\d*)(?![a-z])",
+    re.IGNORECASE,
 )
 
 MAX_FILE_LINES = 500
@@ -281,7 +282,9 @@ def test_a_planted_chip_library_is_found(line: str, faults: int) -> None:
         ("import hopper_tables as t", 1),
         ("f(rocm=1)", 1),
         ("match x:\n    case {'a': 1, **cuda}: ...", 1),
+        ("x = 'backend ascend is absent'", 1),
         ("order = 'ascending input_size, sm'", 0),
+        ("error = 'entries do not ascend'", 0),
         ("def f():\n    '''Not on cuda.'''", 0),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -101,11 +102,13 @@ def generate(
     **flags: Any,
 ) -> None:
     """Generate text from CHECKPOINT (an official V4 folder; without one, a tiny random one)."""
-    from hal_model import generate as run
+    settings = _settings(config_file, checkpoint, flags)
+    if raw and (system or effort or thinking is not None):
+        raise UsageError("--raw takes the text as it is; --system, --thinking and --effort belong to the chat format")
+    texts = prompts or (_stdin(),)
+    from hal_model import generate as run  # late: it brings torch, and an error in a flag should not wait for that
     from hal_model.session import open_session
 
-    settings = _settings(config_file, checkpoint, flags)
-    texts = prompts or (sys.stdin.read(),)
     bar = Bar("load", "B")
     session = open_session(settings, bar.update)
     bar.close()
@@ -122,6 +125,13 @@ def generate(
         click.echo(report_table(session, sum(len(a["tokens"]) for a in answers), seconds), err=True)
 
 
+def _stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as e:
+        raise UsageError(f"standard input: byte {e.object[e.start]:#04x} at {e.start}, right is UTF-8") from e
+
+
 def _encode(
     session: Any, text: str, raw: bool, system: str | None, thinking: bool | None, effort: str | None
 ) -> list[int]:
@@ -131,10 +141,6 @@ def _encode(
 
     tokenizer = session.tokenizer
     if raw:
-        if system or effort or thinking is not None:
-            raise UsageError(
-                "--raw takes the text as it is; --system, --thinking and --effort belong to the chat format"
-            )
         return [tokenizer.bos_id, *tokenizer.encode(text, allow_special=False)]
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": text})
@@ -179,22 +185,47 @@ def _result(session: Any, answers: list[dict[str, Any]], ids: list[list[int]], s
 @click.option(
     "--config-json", type=click.Path(path_type=Path), help="A config.json of any geometry instead of a preset."
 )
-@click.option("--experts", default="fp4", show_default=True, help="Format of routed experts: fp4, fp8, bf16 or f32.")
-@click.option("--dense", default="fp8", show_default=True, help="Format of other linears: fp8, bf16 or f32.")
+@click.option(
+    "--experts",
+    type=click.Choice(("fp4", "fp8", "bf16", "f32")),
+    default="fp4",
+    show_default=True,
+    help="Format of routed experts.",
+)
+@click.option(
+    "--dense",
+    type=click.Choice(("fp8", "bf16", "f32")),
+    default="fp8",
+    show_default=True,
+    help="Format of other linears.",
+)
 @click.option("--seed", default=0, show_default=True, type=int)
 def init_checkpoint_command(
     out: Path, preset: str | None, config_json: Path | None, experts: str, dense: str, seed: int
 ) -> None:
     """Write a random checkpoint in the official format to OUT, streamed: any geometry, little memory."""
-    from hal_model.checkpoint import init_checkpoint
-    from hal_model.tokenizer import write_byte_tokenizer
-
     config = geometry(preset if preset or config_json else "tiny-chat", config_json)
+    from hal_model.checkpoint import init_checkpoint
+
     bar = Bar("write", "B")
     written = init_checkpoint(config, out, seed=seed, experts=experts, dense=dense, progress=bar.update)  # type: ignore[arg-type]
     bar.close()
-    write_byte_tokenizer(out, config.vocab_size)
+    _write_tokenizer(out, config.vocab_size)
     click.echo(f"{out}: {written.tensors} tensors, {written.nbytes} bytes, {written.shards} shards")
+
+
+def _write_tokenizer(out: Path, vocab_size: int) -> None:
+    """Complete a new checkpoint by a tokenizer, or remove it: nothing half-written may remain."""
+    from hal_model.tokenizer import write_byte_tokenizer
+
+    try:
+        write_byte_tokenizer(out, vocab_size)
+    except OSError as e:
+        shutil.rmtree(out, ignore_errors=True)
+        raise UsageError(f"{out}: cannot be written ({e}); right: a folder on a writable disk with room") from e
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
 
 
 def geometry(preset: str | None, config_json: Path | None) -> Any:
@@ -223,6 +254,8 @@ TARGET = [
 def _target(checkpoint: Path | None, preset: str | None) -> Any:
     from hal_model.config import ModelConfig
 
+    if checkpoint is not None and preset is not None:
+        raise UsageError(f"--preset {preset}: a checkpoint is given too, {checkpoint}; right is one of them")
     if checkpoint is not None:
         return ModelConfig.from_dir(checkpoint)
     return geometry(preset or "tiny", None)
@@ -246,15 +279,21 @@ def plan(
     **flags: Any,
 ) -> None:
     """Resolve every operator of a model on a backend: print, save or compare the plan."""
+    settings = _settings(config_file, checkpoint, flags)
+    config = _target(settings.model, preset)
+    if save and not save.parent.is_dir():
+        raise UsageError(f"--save {save}: {save.parent} is no folder, right is a file in a folder that can be written")
+
     from hal import plan as plans
     from hal_model.session import plan_only
 
-    settings = _settings(config_file, checkpoint, flags)
-    config = _target(checkpoint, preset)
     _, made = plan_only(settings, config, plans.load(settings.plan) if settings.plan else None)
     body = plans.to_dict(made)
     if save:
-        plans.save(made, save)
+        try:
+            plans.save(made, save)
+        except OSError as e:
+            raise UsageError(f"--save {save}: {e}; right is a file in a folder that can be written") from e
     if diff_with:
         lines = plans.diff(plans.load(diff_with), body)
         click.echo("\n".join(lines) or "the plans serve the same kernels")

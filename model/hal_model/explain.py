@@ -7,6 +7,7 @@ from typing import Any
 
 from hal.errors import UsageError
 from hal.operator import OPERATORS
+from hal.plugins import load_operators
 from hal_model.config import ModelConfig
 from hal_model.session import plan_only
 from hal_model.settings import Settings
@@ -18,14 +19,20 @@ def explain_rows(
     """Decisions of the model's plan, of one operator or all, at the axes of ``shape`` or all.
 
     Raises:
-        UsageError: unknown operator, or a shape that is not ``AXIS=SIZE,…``.
+        UsageError: unknown operator, a shape that is not ``AXIS=SIZE,…``, or an axis that no chosen operator has.
     """
-    choice, plan = plan_only(settings, config)
+    load_operators()
     if operator is not None and operator not in OPERATORS:
         near = difflib.get_close_matches(operator, OPERATORS, 1)
         hint = f"did you mean {near[0]}?" if near else "see hal ops"
         raise UsageError(f"operator {operator!r} is unknown; {hint}")
     wanted = parse_shape(shape)
+    choice, plan = plan_only(settings, config)
+    calls = [d.call for decisions in plan.ledger.values() for d in decisions.values()]
+    known = {axis: None for c in calls if operator in (None, c.operator) for axis in c.axes}
+    strange = [axis for axis in wanted if known and axis not in known]
+    if strange:
+        raise UsageError(f"--shape {shape!r}: no axis {strange[0]} here, right is one of {', '.join(known)}")
     rows = []
     for bucket, decisions in plan.ledger.items():
         for d in decisions.values():
@@ -43,7 +50,7 @@ def parse_shape(text: str | None) -> dict[str, int]:
     axes = {}
     for part in filter(None, (text or "").split(",")):
         name, equals, size = part.partition("=")
-        if not equals or not size.strip().isdigit():
+        if not name.strip() or not equals or not size.strip().isdecimal():
             raise UsageError(f"--shape {text!r}: {part!r}, right is AXIS=SIZE, separated by commas")
         axes[name.strip()] = int(size)
     return axes

@@ -42,9 +42,9 @@ class StopFilter:
     def push(self, text: str) -> tuple[str, bool]:
         """Certain text, and whether a stop text was met (nothing of it is passed on)."""
         self.held += text
-        found = [at for s in self.stops if (at := self.held.find(s)) >= 0]
-        if found:
-            shown, self.held = self.held[: min(found)], ""
+        found = [(at + len(s), at) for s in self.stops if (at := self.held.find(s)) >= 0]
+        if found:  # the one that ends first, whatever came in one piece
+            shown, self.held = self.held[: min(found)[1]], ""
             return shown, True
         keep = max((self._overlap(s) for s in self.stops), default=0)
         shown, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
@@ -121,7 +121,7 @@ def generate(
         on_prefill: called with prompt tokens done and in all, for progress.
 
     Raises:
-        UsageError, InputError: a prompt cannot run; nothing was generated. InputError during generation: logits hold NaN.
+        UsageError, InputError: a prompt cannot run; nothing was generated. InputError during generation: logits are not finite.
     """
     for ids in prompts:
         check_prompt(session, ids, params)
@@ -183,9 +183,11 @@ def _step(session: Session, phase: str, batch: Sequence[tuple[states.Sequence, S
 
 def _choose(session: Session, scores: Tensor, batch: Sequence[_Running]) -> list[int]:
     """Sample one token per sequence."""
-    broken = torch.nonzero(scores.isnan().any(-1))[:, 0].tolist()
+    broken = torch.nonzero(~scores.isfinite().all(-1))[:, 0].tolist()
     if broken:
-        raise InputError(f"logits of sequence {batch[broken[0]].index} hold NaN; check the weights (--check-values)")
+        raise InputError(
+            f"logits of sequence {batch[broken[0]].index} hold NaN or infinity; check the weights (--check-values)"
+        )
     on, p = scores.device, batch[0].params
     rows = len(batch)
     shape = torch.tensor([[p.temperature] * rows, [p.top_p] * rows, [p.min_p] * rows], dtype=torch.float32)

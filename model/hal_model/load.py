@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hal.arena import WeightArena, footprint
 from hal.device import DeviceServices
-from hal.errors import CheckpointError
+from hal.errors import CheckpointError, InputError
 from hal_model.checkpoint import Checkpoint
 from hal_model.config import ModelConfig
 from hal_model.inventory import TensorSpec, tensors
@@ -119,7 +119,8 @@ class _Placer:
         first = self.source.spec(f"{names[0][0]}.weight")
         stored = FORMAT_OF.get(first.dtype, "dense")
         held = self.want.of(stored)
-        label = f"{names[0][0]}.weight" + "+" * (sum(map(len, names)) - 1)
+        count = sum(map(len, names))
+        label = f"{names[0][0]}.weight" + (f" and {count - 1} more" if count > 1 else "")
         parts = [[_held_shapes(self.source, n, stored, held) for n in group] for group in names]
         data = self._place(label, names, lead, [[p[0] for p in g] for g in parts], held, 0)
         scale = None
@@ -264,7 +265,8 @@ def _held_dtype(source: Source, name: str, held: str, carrier: torch.dtype, whic
     codes = {"dense": carrier, "int8": torch.int8, "fp4": torch.int8, "fp8": torch.float8_e4m3fn}
     if which == 0:
         return codes.get(held, torch.float8_e4m3fnuz)
-    if held in ("fp4", "fp8") and f"{name}.scale" in source:
+    stored = FORMAT_OF.get(source.spec(f"{name}.weight").dtype)
+    if stored == held or (stored, held) == ("fp8", "fnuz"):  # F32 scales of the Base releases need not be powers of two
         return source.spec(f"{name}.scale").torch_dtype
     return torch.float32 if held == "int8" else torch.float8_e8m0fnu
 
@@ -275,8 +277,15 @@ def convert(source: Source, name: str, held: str, carrier: torch.dtype) -> tuple
     FP8 and FP4 to dense, FP4 to FP8 and FN to FNUZ keep every value; INT8 rounds per output row.
 
     Raises:
-        CheckpointError: the conversion does not exist; names tensor, stored and wanted format.
+        CheckpointError: the conversion does not exist, or would lose values of this tensor, which is named.
     """
+    try:
+        return _convert(source, name, held, carrier)
+    except InputError as e:
+        raise CheckpointError(f"tensor {name}.weight: {e}") from e
+
+
+def _convert(source: Source, name: str, held: str, carrier: torch.dtype) -> tuple[Tensor, Tensor | None]:
     spec = source.spec(f"{name}.weight")
     stored, codes = FORMAT_OF.get(spec.dtype, "dense"), source.load(f"{name}.weight")
     if stored == "dense":
@@ -284,9 +293,11 @@ def convert(source: Source, name: str, held: str, carrier: torch.dtype) -> tuple
     scale = source.load(f"{name}.scale")
     if held == stored:
         return codes, scale
-    if stored == "fp4" and held == "fp8":
-        return formats.fp4_to_fp8_weight(codes, scale)
-    if stored == "fp8" and held == "fnuz":
+    if stored == "fp4" and held in ("fp8", "fnuz"):
+        codes, scale = formats.fp4_to_fp8_weight(codes, scale)
+    if held == "fp8" and stored == "fp4":
+        return codes, scale
+    if held == "fnuz":
         return formats.fn_to_fnuz(codes, scale)
     decode = formats.dequantize_weight_fp4 if stored == "fp4" else formats.dequantize_weight_fp8
     values = decode(codes, scale)
@@ -402,8 +413,15 @@ def _write_cache(entry: Path, buffers: list[Tensor]) -> None:
     note.replace(entry.with_suffix(".json"))
 
 
+def _manifest_digest(file: Path) -> str:
+    try:
+        return str(json.loads(file.read_text())["sha256"])
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise CheckpointError(f"weight cache {file}: holds no digest ({e!r}); delete it and its .bin") from e
+
+
 def _read_cache(entry: Path, buffers: list[Tensor]) -> None:
-    file, manifest = entry.with_suffix(".bin"), json.loads(entry.with_suffix(".json").read_text())
+    file, right = entry.with_suffix(".bin"), _manifest_digest(entry.with_suffix(".json"))
     total, digest = sum(t.numel() for t in buffers), hashlib.sha256()
     size = file.stat().st_size if file.exists() else 0
     if size != total:
@@ -414,5 +432,5 @@ def _read_cache(entry: Path, buffers: list[Tensor]) -> None:
             digest.update(part)
             if part:
                 t.copy_(torch.frombuffer(part, dtype=torch.uint8))
-    if digest.hexdigest() != manifest["sha256"]:
+    if digest.hexdigest() != right:
         raise CheckpointError(f"weight cache {file}: content does not match its digest; delete it and its .json")

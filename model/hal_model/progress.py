@@ -6,8 +6,6 @@ import sys
 import time
 from typing import Any
 
-from hal.device import format_bytes
-
 _EVERY_S = 0.1
 _PLAIN_EVERY_S = 10.0
 
@@ -48,11 +46,15 @@ class Bar:
         self._shown = False
 
     def _size(self, n: int) -> str:
+        from hal.device import format_bytes  # late: it brings torch, and an error in a flag should not wait for that
+
         return format_bytes(n) if self.unit == "B" else f"{n} {self.unit}"
 
 
 def report_table(session: Any, tokens: int, seconds: float) -> str:
     """Receipts by operator and kernel, the arenas, and the speed of a run."""
+    from hal.device import format_bytes
+
     rows = session.plan.receipts.rows()
     facts = session.services.facts()
     lines = [f"\nbackend {session.choice.backend.name} on {facts.name} ({session.choice.why})"]

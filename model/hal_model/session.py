@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from hal_model.model import Model, Numerics, Traceable
 from hal_model.settings import Settings
 from hal_model.state import Limits, State, state_bytes
 from hal_model.tokenizer import Tokenizer, write_byte_tokenizer
+from hal_model.weights import Weights
 
 Progress = Callable[[int, int, str], None]
 TINY = "tiny-chat"
@@ -50,14 +52,28 @@ class Session:
 
 
 def tiny_checkpoint(progress: Progress | None = None) -> Path:
-    """The tiny random checkpoint of the demo, written on first use into the user's cache folder."""
+    """The tiny random checkpoint of the demo, written on first use into the user's cache folder, whole or not at all.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hal"
     path = root / f"{TINY}-1"
-    if not (path / "tokenizer.json").exists():
+    if path.exists():
+        return path
+    try:
         root.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            init_checkpoint(PRESETS[TINY], path, progress=progress)
-        write_byte_tokenizer(path, PRESETS[TINY].vocab_size)
+        with tempfile.TemporaryDirectory(prefix=f".{TINY}-", dir=root) as folder:
+            made = Path(folder) / TINY
+            init_checkpoint(PRESETS[TINY], made, progress=progress)
+            write_byte_tokenizer(made, PRESETS[TINY].vocab_size)
+            made.rename(path)
+    except OSError as e:
+        if path.exists():  # another process was faster
+            return path
+        raise UsageError(
+            f"{root}: {e}; set XDG_CACHE_HOME to a folder that can be written, or give a checkpoint"
+        ) from e
     return path
 
 
@@ -70,7 +86,8 @@ def limits_of(settings: Settings, config: ModelConfig) -> Limits:
     if settings.max_seq_len > config.max_position_embeddings:
         right = config.max_position_embeddings
         raise UsageError(f"max_seq_len = {settings.max_seq_len}, right is at most the model's context of {right}")
-    return Limits(settings.max_batch_size, settings.max_seq_len, settings.max_step_tokens)
+    # a decode step has one token of every sequence, however short prefill chunks are
+    return Limits(settings.max_batch_size, settings.max_seq_len, max(settings.max_step_tokens, settings.max_batch_size))
 
 
 def choose_backend(settings: Settings) -> Choice:
@@ -137,7 +154,8 @@ def _with_room(
             fits += step
         else:
             step //= 2
-    advice = f"max_seq_len {fits} would fit" if fits else "no max_seq_len fits: the weights alone are too large"
+    too_large = f"the weights need {weights} bytes" + (" alone" if room < 0 else "; lower max_batch_size")
+    advice = f"max_seq_len {fits} would fit" if fits else f"no max_seq_len fits: {too_large}"
     return MemoryLimitError(f"{e} ({advice})")
 
 
@@ -156,8 +174,6 @@ def open_session(settings: Settings, progress: Progress | None = None) -> Sessio
     limits = limits_of(settings, config)
     report = checkpoint.verify(config)
     notes += [*config.notes, *report.notes, *(f"not used yet: {stage}" for stage in report.unused)]
-    if settings.check_values:
-        checkpoint.check_values(config, progress=progress)
     tokenizer, pinned = Tokenizer.load(path), load(settings.plan) if settings.plan else None
     choice = choose_backend(settings)
     services, arch = choice.backend.device(choice.device), arch_of(choice)
@@ -165,7 +181,9 @@ def open_session(settings: Settings, progress: Progress | None = None) -> Sessio
     ways = wanted_formats(settings, choice.backend, arch)
     want, _, about = _fit(ways, config, checkpoint, limits, settings, services.free_bytes())
     notes += about
-    weights, arena = load_weights(config, checkpoint, want, services, cache=settings.weight_cache, progress=progress)
+    if settings.check_values:
+        checkpoint.check_values(config, progress=progress)
+    weights, arena = _load(settings, config, checkpoint, want, services, progress)
     carrier = getattr(torch, settings.dtype)
     model = Model.build(config, weights, Numerics(carrier, settings.quantised_state), services.device)
     state = State(config, limits, carrier, services)
@@ -173,6 +191,23 @@ def open_session(settings: Settings, progress: Progress | None = None) -> Sessio
     return Session(
         settings, choice, services, config, tokenizer, model, state, arena, WorkspaceArena(services), plan, tuple(notes)
     )
+
+
+def _load(
+    settings: Settings,
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    want: Wanted,
+    services: DeviceServices,
+    progress: Progress | None,
+) -> tuple[Weights, WeightArena]:
+    cache = settings.weight_cache
+    try:
+        return load_weights(config, checkpoint, want, services, cache=cache, progress=progress)
+    except OSError as e:
+        if cache is None:
+            raise
+        raise UsageError(f"--weight-cache {cache}: {e}; right is a folder on a writable disk with room") from e
 
 
 def bind_model(

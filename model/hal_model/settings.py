@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 
 from hal.errors import UsageError
 
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}
 DTYPES = ("bfloat16", "float32")
 
 
@@ -36,12 +38,13 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _within("temperature", self.temperature, self.temperature >= 0, "0 (greedy) or above")
-        _within("top_k", self.top_k, self.top_k >= 0, "0 (all) or above")
+        _within("temperature", self.temperature, 0 <= self.temperature < math.inf, "0 (greedy) or above, finite")
+        _within("top_k", self.top_k, 0 <= self.top_k < 2**31, "from 0 (all) to below 2^31")
         _within("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
         _within("min_p", self.min_p, 0 <= self.min_p < 1, "from 0 to below 1")
         _within("seed", self.seed, 0 <= self.seed < 2**62, "from 0 to below 2^62")
-        _within("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0 (1 is none)")
+        repetition = self.repetition_penalty
+        _within("repetition_penalty", repetition, 0.01 <= repetition <= 100, "from 0.01 to 100 (1 is none)")
         for name in ("presence_penalty", "frequency_penalty"):
             _within(name, getattr(self, name), -2 <= getattr(self, name) <= 2, "from -2 to 2")
         _within("max_tokens", self.max_tokens, self.max_tokens >= 1, "1 or above")
@@ -83,8 +86,9 @@ class Settings:
     def __post_init__(self) -> None:
         _within("dtype", self.dtype, self.dtype in DTYPES, " or ".join(DTYPES))
         _within("weight_format", self.weight_format, self.weight_format in WEIGHT_FORMATS, ", ".join(WEIGHT_FORMATS))
-        for name in ("max_seq_len", "max_batch_size", "max_step_tokens"):
-            _within(name, getattr(self, name), getattr(self, name) >= 1, "1 or above")
+        _within("max_seq_len", self.max_seq_len, self.max_seq_len >= 1, "1 or above")
+        for name, most in (("max_batch_size", 2**16), ("max_step_tokens", 2**20)):
+            _within(name, getattr(self, name), 1 <= getattr(self, name) <= most, f"from 1 to {most}")
         _within("memory_share", self.memory_share, 0 < self.memory_share <= 1, "above 0 and at most 1")
         if self.threads is not None:
             _within("threads", self.threads, self.threads >= 1, "1 or above")
@@ -128,12 +132,18 @@ def _typed(cls: type, data: Mapping[str, Any], where: str) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in data.items():
         if key not in hints:
-            near = difflib.get_close_matches(str(key), hints, 1)
-            hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(hints)}"
-            raise UsageError(f"{where}: unknown key {key!r}{hint}")
+            raise UsageError(f"{where}: unknown key {key!r}{_hint(cls, str(key), hints)}")
         if key != "sampling":
             out[key] = _coerce(hints[key], value, f"{where}: {key}")
     return out
+
+
+def _hint(cls: type, key: str, known: Mapping[str, Any]) -> str:
+    """What to write instead of an unknown key."""
+    if cls is Settings and key in get_type_hints(Sampling):
+        return "; it belongs under sampling"
+    near = difflib.get_close_matches(key, known, 1)
+    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
 
 
 def _coerce(hint: Any, value: Any, where: str) -> Any:
@@ -152,7 +162,7 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
         return float(value)
     if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
-    raise UsageError(f"{where} = {value!r}, right is a {kind.__name__}")
+    raise UsageError(f"{where} = {value!r}, right is {KINDS[kind]}")
 
 
 def merge(from_file: Mapping[str, Any], from_flags: Mapping[str, Any]) -> Settings:

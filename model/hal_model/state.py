@@ -183,10 +183,14 @@ class State:
         total = sum(len(ids) for _, ids in batch)
         if total > self.limits.max_step_tokens:
             raise UsageError(f"step of {total} tokens exceeds max_step_tokens {self.limits.max_step_tokens}")
-        for i, (seq, ids) in enumerate(batch):
+        slots: set[int] = set()
+        for seq, ids in batch:
             _check_open(seq)
-            if any(seq is other for other, _ in batch[:i]):
-                raise ContractError(f"sequence in slot {seq.slot} is in the step twice; right is once, with all its ids")
+            if seq.slot in slots:
+                raise ContractError(
+                    f"sequence in slot {seq.slot} is in the step twice; right is once, with all its ids"
+                )
+            slots.add(seq.slot)
             if not ids:
                 raise UsageError(f"sequence in slot {seq.slot} has no new token; right is at least one")
             if seq.length + len(ids) > self.limits.max_seq_len:
@@ -205,9 +209,10 @@ class State:
             seq.window[n] = page
             self.tables[0][seq.slot, n] = page
         for ratio, pages in seq.entries.items():
-            more = torch.tensor(taken[ratio], dtype=torch.int32)
-            self.tables[ratio][seq.slot, len(pages) : len(pages) + len(more)] = more
-            pages += taken[ratio]
+            if taken[ratio]:
+                more = torch.tensor(taken[ratio], dtype=torch.int32)
+                self.tables[ratio][seq.slot, len(pages) : len(pages) + len(more)] = more
+                pages += taken[ratio]
 
     def _take(self, counts: dict[int, int]) -> dict[int, list[int]]:
         """That many pages of each kind, all or none; a kind without layers has no pool and no pages."""

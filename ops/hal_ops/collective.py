@@ -31,7 +31,8 @@ def all_reduce(x: Tensor, world: int) -> Tensor:
     """
     if world == 1:
         return x.clone()
-    total = x.to(torch.promote_types(x.dtype, torch.float32))
+    # a copy even when nothing is cast: the collective works in place, and x belongs to the caller
+    total = x.to(torch.promote_types(x.dtype, torch.float32), copy=True, memory_format=torch.contiguous_format)
     distributed.all_reduce(total)
     return total.to(x.dtype)
 
@@ -45,6 +46,7 @@ def all_gather(x: Tensor, world: int) -> Tensor:
     """Concatenate x carrier [T, D] of ``world`` ranks along the last axis, in rank order -> [T, D·world]."""
     if world == 1:
         return x.clone()
-    parts = [torch.empty_like(x) for _ in range(world)]
-    distributed.all_gather(parts, x.contiguous())
+    mine = x.contiguous()
+    parts = [torch.empty_like(mine) for _ in range(world)]
+    distributed.all_gather(parts, mine)
     return torch.cat(parts, dim=-1)

@@ -6,6 +6,7 @@ Steps run the references: no plan is active, so every call is checked against it
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -108,7 +109,7 @@ def chunked(step: Step) -> Chunked:
 
     def run(model: Model, state: State, ids: Sequence[int], cuts: Sequence[int] = ()) -> Tensor:
         seq, edges = state.open(), [0, *cuts, len(ids)]
-        parts = [step(model, state, [(seq, list(ids[a:b]))]) for a, b in zip(edges, edges[1:], strict=False)]
+        parts = [step(model, state, [(seq, list(ids[a:b]))]) for a, b in itertools.pairwise(edges)]
         state.close(seq)
         return torch.cat(parts)
 

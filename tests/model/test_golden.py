@@ -5,7 +5,8 @@ Printed digits are right to half a unit (5e-6); the two programs round float32 s
 on the other side and moves logits by up to 2e-3 at later positions: that is the mode and not an error, it happens
 between float32 and float64 of this very program. Measured against the published numbers of mode B: positions 0 and 16
 agree to 2e-5 in both carriers; float64 agrees to 2e-5 at position 299 and in the draft block too; position 128 differs by
-2e-3 in float64 and 6e-4 in float32. Those few are held to ``FLIPPED``.
+2e-3 in float64 and 6e-4 in float32. Those few are held to ``FLIPPED``. Inside the model one printed value is touched: entry
+0 of layer 2 pools 128 tokens, some of them behind a flip in layer 1, and is off by 2.4e-5.
 """
 
 from __future__ import annotations
@@ -207,6 +208,7 @@ class Inside:
     of: Callable[[Run], Tensor]
     a: str
     b: str
+    flips: float = 0.0  # allowed on top in mode B
 
 
 def entry(nth: int, j: int) -> Callable[[Run], Tensor]:
@@ -328,6 +330,7 @@ INSIDE = [
         entry(2, 0),
         "0.05662, 0.74434, 2.02501, 1.00048; 2.56721, 1.12485, -0.45029, -1.71056",
         "0.125, 0.6875, 2, 0.9375; 2.43524, 1.18552, -0.47731, -1.72036",
+        flips=5e-5,
     ),
     Inside(
         "layer 2 entry 1",
@@ -342,7 +345,8 @@ def scores(r: Run, token: int) -> Tensor:
     """Index scores of the entries that ``token`` sees in layer 1, from its queries, weights and keys (spec §2.7)."""
     q, w = (r.args("index_topk")[i][token] for i in (0, 1))
     keys = r.out("compress_entries", 1)[: (token + 1) // 4]
-    return (F.relu(keys @ q.T) * w).sum(-1)
+    total: Tensor = (F.relu(keys @ q.T) * w).sum(-1)
+    return total
 
 
 @pytest.mark.parametrize("inside", INSIDE, ids=lambda i: i.name)
@@ -352,7 +356,7 @@ def test_inside_mode_a(a: Run, inside: Inside) -> None:
 
 @pytest.mark.parametrize("inside", INSIDE, ids=lambda i: i.name)
 def test_inside_mode_b(b: Run, inside: Inside) -> None:
-    close(inside.of(b), inside.b)
+    close(inside.of(b), inside.b, PRINTED + inside.flips)
 
 
 def test_hash_experts_of_layer_0(a: Run) -> None:

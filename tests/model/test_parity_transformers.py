@@ -125,23 +125,26 @@ def judges_weights(folder: Path, experts: int) -> dict[str, Tensor]:
         stored |= load_file(file)
     out = {judges_name(n): t for n, t in stored.items() if ".experts." not in n}
     for prefix in {m[1] for n in stored if (m := re.match(r"(.*\.experts\.)", n))}:
-        w1, w2, w3 = (torch.stack([stored[f"{prefix}{e}.{w}.weight"] for e in range(experts)]) for w in ("w1", "w2", "w3"))
+        w1, w2, w3 = (
+            torch.stack([stored[f"{prefix}{e}.{w}.weight"] for e in range(experts)]) for w in ("w1", "w2", "w3")
+        )
         name = judges_name(prefix)
         out |= {f"{name}gate_up_proj": torch.cat((w1, w3), dim=1), f"{name}down_proj": w2}
     return out
 
 
-def judge_of(c: ModelConfig, folder: Path) -> DeepseekV4ForCausalLM:
+def judge_of(c: ModelConfig, folder: Path) -> Callable[[Tensor], Any]:
     """The judge with the checkpoint's weights; a name that does not fit is an error."""
     own = c.to_dict()
     for field in ("architectures", "model_type", "topk_method", "expert_dtype"):
         own.pop(field, None)
     yarn = own.pop("rope_scaling")
     rope = {"rope_type": yarn.pop("type"), **yarn}
-    config = DeepseekV4Config(**own, rope_parameters=rope, attn_implementation="eager", experts_implementation="eager")
-    model = DeepseekV4ForCausalLM(config).eval().float()
+    own |= {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model: Any = DeepseekV4ForCausalLM(DeepseekV4Config(**own, rope_parameters=rope))
     model.load_state_dict(judges_weights(folder, c.n_routed_experts), strict=True)
-    return model
+    judge: Callable[[Tensor], Any] = model.float().train(False)
+    return judge
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -121,7 +121,7 @@ def test_sequences_stepping_together_equal_solo_runs(
     for i in range(4):
         order = list(plans) if i % 2 else list(reversed(plans))
         batch = [(seqs[s], prompts[s][sum(plans[s][:i]) : sum(plans[s][: i + 1])]) for s in order]
-        parts = step(structural, state, batch).split([plans[s][i] for s in order])
+        parts = torch.split_with_sizes(step(structural, state, batch), [plans[s][i] for s in order])
         for s, part in zip(order, parts, strict=True):
             got[s].append(part)
     for s in plans:
@@ -232,7 +232,7 @@ def test_window_pages_go_back_while_a_sequence_grows(device: CpuDevice) -> None:
     assert len(seq.entries[128]) == 1
 
 
-def rows_of(state: State, seq: Running) -> dict[str, set[int]]:
+def rows_of(seq: Running) -> dict[str, set[int]]:
     csa, hca = set(seq.entries[4]), set(seq.entries[128])
     return {"window": set(seq.window.values()), "csa": csa, "index": csa, "hca": hca}
 
@@ -256,7 +256,7 @@ def test_within_the_limits_pages_never_run_out_and_never_have_two_owners(device:
         if batch:
             advance(state, batch)
         for name in ("window", "csa", "hca"):
-            owned = [rows_of(state, seq)[name] for seq in running]
+            owned = [rows_of(seq)[name] for seq in running]
             assert len(set().union(*owned)) == sum(map(len, owned))
             assert 0 not in set().union(*owned)
         if running and data.draw(st.booleans()):

@@ -46,7 +46,9 @@ def mixes(streams: Tensor, fn: Tensor, eps: float) -> list[float]:
     return [math.fsum(a * b for a, b in zip(v, row, strict=True)) * rho for row in fn.tolist()]
 
 
-def split(mix: list[float], scale: list[float], base: list[float], rounds: int) -> tuple[list[float], list[float], Matrix]:
+def split(
+    mix: list[float], scale: list[float], base: list[float], rounds: int
+) -> tuple[list[float], list[float], Matrix]:
     pre = [sigmoid(mix[j] * scale[0] + base[j]) + 1e-6 for j in range(4)]
     post = [2 * sigmoid(mix[4 + j] * scale[1] + base[4 + j]) for j in range(4)]
     logits = [[mix[8 + 4 * j + k] * scale[2] + base[8 + 4 * j + k] for k in range(4)] for j in range(4)]

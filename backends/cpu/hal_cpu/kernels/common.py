@@ -17,6 +17,8 @@ from hal_ops import formats
 PIECE = 1 << 15
 #: elements of one decoded piece of a weight: it is read again at once by the product
 DECODED = 1 << 20
+#: rows that share a scale of an FP8 weight
+ROWS = 128
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 CARRIER = (torch.bfloat16, torch.float16)
@@ -29,13 +31,33 @@ def pieces(rows: int, width: int, limit: int = PIECE, multiple: int = 1) -> Iter
         yield slice(start, min(start + step, rows))
 
 
-def product(x: Tensor, rows_of: Callable[[slice], Tensor], rows: int, dtype: torch.dtype, multiple: int = 1) -> Tensor:
-    """``x`` float32 [T, K] times the transpose of a weight whose float32 rows ``rows_of`` yields -> ``dtype`` [T, rows]."""
-    out = torch.empty(x.shape[0], rows, dtype=dtype)
-    if x.shape[0]:
-        for part in pieces(rows, x.shape[1], DECODED, multiple):
-            out[:, part] = x @ rows_of(part).T
+def product(x: Tensor, fill: Callable[[slice, Tensor], object], rows: int, dtype: torch.dtype) -> Tensor:
+    """``x`` float32 [T, K] times the transpose of a weight [rows, K] -> ``dtype`` [T, rows].
+
+    ``fill(part, buffer)`` writes the rows ``part`` of the weight, which begin at a multiple of 128, as float32.
+    """
+    count, width = x.shape
+    if count == 0:
+        return torch.empty(0, rows, dtype=dtype)
+    parts = list(pieces(rows, width, DECODED, ROWS))
+    buffer = torch.empty(min(rows, parts[0].stop), width)
+    if len(parts) == 1:
+        fill(parts[0], buffer)
+        return (x @ buffer.T).to(dtype)
+    out = torch.empty(count, rows, dtype=dtype)
+    for part in parts:
+        piece = buffer[: part.stop - part.start]
+        fill(part, piece)
+        out[:, part] = x @ piece.T
     return out
+
+
+def dense_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [T, K] times the transpose of a dense weight [N, K], accumulated in float32 -> ``dtype`` [T, N]."""
+    wide = x.to(torch.float32)
+    if weight.numel() <= DECODED:
+        return (wide @ weight.to(torch.float32).T).to(dtype)
+    return product(wide, lambda part, buffer: buffer.copy_(weight[part]), weight.shape[0], dtype)
 
 
 @lru_cache(maxsize=2)
@@ -53,16 +75,19 @@ def _pairs_e2m1() -> Tensor:
     return formats.unpack_e2m1(byte[:, None]).view(torch.int64)[:, 0].contiguous()
 
 
-def decode_e4m3(codes: Tensor) -> Tensor:
-    """Codes FP8 [R, K], K even, contiguous -> float32 [R, K]: the reference's table, two codes at a look-up."""
-    index = codes.view(torch.uint8).flatten().view(torch.uint16).to(torch.int32)
-    return _pairs_e4m3(codes.dtype).index_select(0, index).view(torch.float32).view(codes.shape)
+def decode_e4m3(codes: Tensor, out: Tensor) -> Tensor:
+    """Codes FP8 [R, K], K even, contiguous -> ``out`` float32 [R, K]: the reference's table, two codes at a look-up."""
+    index = codes.view(torch.uint8).view(-1).view(torch.uint16).to(torch.int32)
+    torch.index_select(_pairs_e4m3(codes.dtype), 0, index, out=out.view(torch.int64).view(-1))
+    return out
 
 
-def decode_e2m1(packed: Tensor) -> Tensor:
-    """Packed E2M1 [R, K/2], contiguous -> float32 [R, K]: the reference's table, one byte at a look-up."""
-    index = packed.view(torch.uint8).flatten().to(torch.int32)
-    return _pairs_e2m1().index_select(0, index).view(torch.float32).view(packed.shape[0], -1)
+def decode_e2m1(packed: Tensor, out: Tensor) -> Tensor:
+    """Packed E2M1 [R, K/2], contiguous -> ``out`` float32 [R, K]: the reference's table, one byte at a look-up."""
+    torch.index_select(
+        _pairs_e2m1(), 0, packed.view(torch.uint8).view(-1).to(torch.int32), out=out.view(torch.int64).view(-1)
+    )
+    return out
 
 
 def scaled(values: Tensor, scale: Tensor) -> Tensor:
@@ -74,4 +99,4 @@ def scaled(values: Tensor, scale: Tensor) -> Tensor:
 
 def activations_fp8(x: Tensor, scale: Tensor) -> Tensor:
     """Codes FP8 [T, K] with scales [T, K/block] -> float32 [T, K], exact."""
-    return scaled(decode_e4m3(x), formats.decode_scale(scale))
+    return scaled(decode_e4m3(x, torch.empty(x.shape)), formats.decode_scale(scale))

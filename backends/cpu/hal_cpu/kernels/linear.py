@@ -5,12 +5,25 @@ A float32 weight needs no kernel: the reference is already one product of PyTorc
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from hal.contract import Call
 from hal.kernel import Claim, Range, Reason, kernel
-from hal_cpu.kernels.common import CARRIER, FLOATS, activations_fp8, decode_e2m1, decode_e4m3, product, scaled
+from hal_cpu.kernels.common import (
+    CARRIER,
+    DECODED,
+    FLOATS,
+    activations_fp8,
+    decode_e2m1,
+    decode_e4m3,
+    dense_product,
+    product,
+    scaled,
+)
 from hal_ops import formats
 
 BLOCK = 128
@@ -21,30 +34,33 @@ _NARROW = Claim(dtypes={"x": FLOATS, "weight": CARRIER})
 
 @kernel("linear_dense", claim=_NARROW, priority=10, evidence="hardware", reproducibility="R1")
 def linear_dense(x: Tensor, weight: Tensor) -> Tensor:
-    """float32 accumulation over a weight that is widened in the cache."""
-    return product(x.to(torch.float32), lambda part: weight[part].to(torch.float32), weight.shape[0], x.dtype)
+    """float32 accumulation over a weight that is widened in the cache; one row takes PyTorch's matrix-vector product."""
+    if x.shape[0] == 1 and x.dtype == weight.dtype == torch.bfloat16:
+        return F.linear(x, weight)  # widens in registers and accumulates in float32
+    return dense_product(x, weight, x.dtype)
 
 
 @kernel("linear_fp32", claim=_NARROW, priority=10, evidence="hardware", reproducibility="R1")
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     """As :func:`linear_dense`, the result kept in float32."""
-    return product(x.to(torch.float32), lambda part: weight[part].to(torch.float32), weight.shape[0], torch.float32)
+    return dense_product(x, weight, torch.float32)
 
 
 @kernel("lm_head", claim=_NARROW, priority=10, evidence="hardware", reproducibility="R1")
 def lm_head(x: Tensor, weight: Tensor) -> Tensor:
     """As :func:`linear_fp32`: widening the whole vocabulary at once would write 2 GiB per step."""
-    return product(x.to(torch.float32), lambda part: weight[part].to(torch.float32), weight.shape[0], torch.float32)
+    return dense_product(x, weight, torch.float32)
 
 
 @kernel("grouped_linear", claim=_NARROW, priority=10, evidence="hardware", reproducibility="R1")
 def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """One product per group."""
+    """One product per group, or one batched product where all groups together are small."""
+    if weight.numel() <= DECODED:
+        wide = torch.bmm(x.transpose(0, 1).to(torch.float32), weight.to(torch.float32).transpose(1, 2))
+        return wide.transpose(0, 1).to(x.dtype, memory_format=torch.contiguous_format)
     out = torch.empty(x.shape[0], *weight.shape[:2], dtype=x.dtype)
     for g in range(weight.shape[0]):
-        out[:, g] = product(
-            x[:, g].to(torch.float32), lambda part, w=weight[g]: w[part].to(torch.float32), weight.shape[1], x.dtype
-        )
+        out[:, g] = linear_dense.fn(x[:, g], weight[g])
     return out
 
 
@@ -58,30 +74,31 @@ _SCALES = (torch.float8_e8m0fnu, torch.float32)
 _FP8 = Claim(dtypes={"x_scale": _SCALES, "weight_scale": _SCALES}, axes={"K": Range(multiple=BLOCK)})
 
 
-def rows_fp8(weight: Tensor, scale: Tensor, part: slice) -> Tensor:
-    """Rows ``part`` (from a multiple of 128) of an FP8 weight [N, K] with scales per 128x128 -> float32."""
-    blocks = scale[part.start // BLOCK : -(-part.stop // BLOCK)]
-    wide = formats.decode_scale(blocks).repeat_interleave(BLOCK, 0)[: part.stop - part.start]
-    return scaled(decode_e4m3(weight[part]), wide)
+def decoded_fp8(weight: Tensor, scale: Tensor) -> Callable[[slice, Tensor], object]:
+    """``fill`` of an FP8 weight [N, K] with scales per 128x128."""
+
+    def fill(part: slice, buffer: Tensor) -> None:
+        blocks = formats.decode_scale(scale[part.start // BLOCK : -(-part.stop // BLOCK)])
+        scaled(decode_e4m3(weight[part], buffer), blocks.repeat_interleave(BLOCK, 0)[: buffer.shape[0]])
+
+    return fill
 
 
-def rows_fp4(weight: Tensor, scale: Tensor, part: slice) -> Tensor:
-    """Rows ``part`` of a packed FP4 weight [N, K/2] with scales per row and 32 of K -> float32."""
-    return scaled(decode_e2m1(weight[part]), formats.decode_scale(scale[part]))
+def decoded_fp4(weight: Tensor, scale: Tensor) -> Callable[[slice, Tensor], object]:
+    """``fill`` of a packed FP4 weight [N, K/2] with scales per row and 32 of K."""
+    return lambda part, buffer: scaled(decode_e2m1(weight[part], buffer), formats.decode_scale(scale[part]))
 
 
 @kernel("matmul_fp8", claim=_FP8, refuse=narrow_output, priority=10, evidence="hardware", reproducibility="R1")
 def matmul_fp8(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Codes decoded two at a look-up, scales multiplied in exactly, float32 accumulation."""
-    a = activations_fp8(x, x_scale)
-    return product(a, lambda part: rows_fp8(weight, weight_scale, part), weight.shape[0], dtype, BLOCK)
+    return product(activations_fp8(x, x_scale), decoded_fp8(weight, weight_scale), weight.shape[0], dtype)
 
 
 @kernel("matmul_fp4", claim=_FP8, refuse=narrow_output, priority=10, evidence="hardware", reproducibility="R1")
 def matmul_fp4(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """A byte is decoded to its two values at one look-up; otherwise as :func:`matmul_fp8`."""
-    a = activations_fp8(x, x_scale)
-    return product(a, lambda part: rows_fp4(weight, weight_scale, part), weight.shape[0], dtype)
+    return product(activations_fp8(x, x_scale), decoded_fp4(weight, weight_scale), weight.shape[0], dtype)
 
 
 def integer_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -101,5 +118,4 @@ def integer_product(x: Tensor, weight: Tensor) -> Tensor:
 @kernel("matmul_int8", refuse=narrow_output, priority=10, evidence="hardware", reproducibility="R2")
 def matmul_int8(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Bitwise the reference's result: integer sums are exact in any order, so the batch does not matter either."""
-    total = product(x, lambda part: weight[part], 0, dtype) if not x.shape[0] else integer_product(x, weight)
-    return (total * x_scale * weight_scale).to(dtype)
+    return (integer_product(x, weight) * x_scale * weight_scale).to(dtype)

@@ -41,7 +41,7 @@ def _powers(v: Floats, fmax: float, floor: float) -> Ints:
     """
     amax = np.maximum(np.abs(v).max(axis=1, keepdims=True), np.float32(floor))
     # the smallest power of two not below the ratio: carry into the exponent unless the mantissa is zero
-    power = ((amax * np.float32(1.0 / fmax)).view(np.int32) + 0x7FFFFF) >> 23
+    power: Ints = ((amax * np.float32(1.0 / fmax)).view(np.int32) + 0x7FFFFF) >> 23
     if power.max() > 254:
         raise InputError("x holds NaN or infinity, which no block scale fits; right is finite values")
     return power
@@ -56,7 +56,8 @@ def _rounded(v: Floats, mantissa: int, least: int) -> Floats:
     np.maximum(magic, (127 + least) << 23, out=magic)
     magic += ((23 - mantissa) << 23) + 0x400000
     wide = magic.view(np.float32)
-    return np.copysign((v + wide) - wide, v)
+    out: Floats = np.copysign((v + wide) - wide, v)
+    return out
 
 
 def _blocks(x: Tensor, block: int) -> Iterator[tuple[slice, Floats]]:
@@ -92,7 +93,7 @@ def fake_quant_fp4(x: Tensor, block: int) -> Tensor:
 
 @kernel("quant_act_fp8", claim=_CLAIM, refuse=_whole_blocks, priority=10, evidence="hardware", reproducibility="R2")
 def quant_act_fp8(x: Tensor, block: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Bitwise equal to the reference; the cast never saturates, since the scale leaves no value that rounds above the maximum."""
+    """Bitwise equal to the reference; no value rounds above the maximum, so the cast never meets its overflow."""
     codes = torch.empty(x.shape, dtype=dtype)
     scale = torch.empty(x.shape[0], x.shape[1] // block, dtype=torch.uint8)
     flat, powers, fmax = codes.view(-1), scale.view(-1), e4m3_format(dtype).max
@@ -128,9 +129,11 @@ def _sylvester(n: int) -> Tensor:
 @kernel(
     "hadamard",
     claim=Claim(dtypes={"x": FLOATS}, axes={"n": Range(2, 256)}),
-    refuse=lambda c: ()
-    if c.axes["n"] & (c.axes["n"] - 1) == 0
-    else (Reason("power-of-two", f"n = {c.axes['n']} is no power of two"),),
+    refuse=lambda c: (
+        ()
+        if c.axes["n"] & (c.axes["n"] - 1) == 0
+        else (Reason("power-of-two", f"n = {c.axes['n']} is no power of two"),)
+    ),
     priority=10,
     evidence="hardware",
     reproducibility="R1",
