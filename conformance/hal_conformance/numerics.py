@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from hal.contract import CARRIERS, Call
 from hal.errors import ContractError
@@ -84,7 +85,7 @@ def half_ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Half the spacing of ``dtype`` at x float64; the spacing of its subnormals below the least normal."""
     info = torch.finfo(dtype)
     least = math.frexp(info.tiny)[1]
-    exponent = torch.frexp(x).exponent.clamp(min=least)  # |x| < 2^exponent
+    exponent = torch.frexp(x).exponent.clamp(min=least).masked_fill(x == 0, least)  # |x| < 2^exponent
     return torch.ldexp(torch.full_like(x, info.eps / 4), exponent)
 
 
@@ -113,25 +114,30 @@ def limits(exact: Tensor, wide: Tensor, declared: Tensor, accumulator: Accumulat
 
 def index_scores(arguments: Mapping[str, Any], exact: bool) -> Tensor:
     """Scores [T, n] of ``index_topk``, n the longest sequence, −inf where hidden or NaN, in float64 or as declared."""
-    q, keys, weights = arguments["q"], arguments["keys"], arguments["weights"]
-    page, pages, visible = arguments["page"], arguments["pages"], arguments["visible"]
-    n = int(visible.max()) if visible.numel() else 0
-    j = torch.arange(n)
-    held = keys[pages[arguments["slots"].long()][:, j // page].long() * page + j % page]
+    visible, slots = arguments["visible"].tolist(), arguments["slots"].tolist()
+    out = torch.full((len(visible), max(visible, default=0)), -torch.inf, dtype=torch.float64)
+    for t, (n, slot) in enumerate(zip(visible, slots, strict=True)):
+        j = torch.arange(n)
+        page = arguments["page"]
+        held = arguments["keys"][arguments["pages"][slot, j // page].long() * page + j % page]
+        scores = _index_row(arguments["q"][t], arguments["weights"][t, :, None], held, exact)
+        out[t, :n] = scores.masked_fill(scores.isnan(), -torch.inf)
+    return out
+
+
+def _index_row(q: Tensor, weights: Tensor, keys: Tensor, exact: bool) -> Tensor:
     if exact:
-        dots = torch.einsum("thd,tnd->thn", q.double(), held.double())
-        scores = (dots.relu() * weights.double()[..., None]).sum(1)
-    else:
-        dots = torch.einsum("thd,tnd->thn", q.float(), held.float()).to(q.dtype)
-        scores = (dots.relu() * weights[..., None]).float().sum(1).to(q.dtype).double()
-    return scores.masked_fill((j >= visible[:, None]) | scores.isnan(), -torch.inf)
+        return ((q.double() @ keys.double().T).relu() * weights.double()).sum(0)
+    dots = (q.float() @ keys.float().T).to(q.dtype)
+    return (dots.relu() * weights).float().sum(0).to(q.dtype).double()
 
 
 def gate_scores(arguments: Mapping[str, Any], exact: bool) -> Tensor:
     """Biased scores [T, E] of ``gate_topk``, in float64 or as declared."""
     dtype = torch.float64 if exact else torch.float32
-    z = arguments["logits"].to(dtype)
-    return (torch.nn.functional.softplus(z, threshold=20.0).sqrt() + arguments["bias"].to(dtype)).double()
+    z: Tensor = arguments["logits"].to(dtype)
+    biased: Tensor = softplus(z, threshold=20.0).sqrt() + arguments["bias"].to(dtype)
+    return biased.double()
 
 
 #: scores behind each operator that is judged as a set

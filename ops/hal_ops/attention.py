@@ -123,7 +123,7 @@ def index_topk(
     Source: spec §2.7; faults B03, B21, B33, B72.
     """
     out = torch.full((q.shape[0], k), -1, dtype=torch.int32, device=q.device)
-    for slot in slots.unique().tolist():
+    for slot in sorted(set(slots.tolist())):
         mine = torch.nonzero(slots == slot)[:, 0]
         most = int(visible[mine].max())
         if most == 0:
@@ -131,7 +131,8 @@ def index_topk(
         j = torch.arange(most, device=q.device)
         held = up(keys[pages[slot].long()[j // page] * page + j % page])
         per = max(1, _GATHER_LIMIT // (most * q.shape[1]))
-        for part in mine.split(per):
+        for start in range(0, mine.shape[0], per):
+            part = mine[start : start + per]
             scores = _index_scores(q[part], weights[part], held)
             out[part] = _best(scores, visible[part], k)
     return out

@@ -59,8 +59,8 @@ def hc_mix(
     mixes, scale, base = _mixes(streams, fn, norm_eps), scale.to(up(streams).dtype), base.to(up(streams).dtype)
     pre = torch.sigmoid(mixes[:, :count] * scale[0] + base[:count]) + eps
     post = 2 * torch.sigmoid(mixes[:, count : 2 * count] * scale[1] + base[count : 2 * count])
-    comb = (mixes[:, 2 * count :] * scale[2] + base[2 * count :]).unflatten(1, (count, count))
-    comb = comb.softmax(-1) + eps
+    logits = torch.unflatten(mixes[:, 2 * count :] * scale[2] + base[2 * count :], 1, (count, count))
+    comb = logits.softmax(-1) + eps
     comb = comb / (comb.sum(-2, keepdim=True) + eps)
     for _ in range(iterations - 1):
         comb = comb / (comb.sum(-1, keepdim=True) + eps)

@@ -71,7 +71,7 @@ def rope(x: Tensor, positions: Tensor, freqs: Tensor, inverse: bool = False) -> 
     """
     still, turning = x[..., : x.shape[-1] - 2 * freqs.shape[0]], x[..., x.shape[-1] - 2 * freqs.shape[0] :]
     angle = (positions.to(torch.float32)[:, None] * freqs.to(torch.float32))[:, None, :]
-    pairs = up(turning).unflatten(-1, (-1, 2))
+    pairs = torch.unflatten(up(turning), -1, (-1, 2))
     a, b = pairs[..., 0], pairs[..., 1]
     cos, sin = angle.to(a.dtype).cos(), angle.to(a.dtype).sin()
     if inverse:

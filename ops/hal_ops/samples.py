@@ -43,7 +43,8 @@ class Draw:
 
     def weight(self, name: str, *shape: int) -> Tensor:
         """A dense weight [*shape] in the carrier dtype, scaled by 1/sqrt(fan-in)."""
-        return (generator.normal(f"{self.key}/{name}", shape) * shape[-1] ** -0.5).to(self.dtype)
+        factor: float = shape[-1] ** -0.5
+        return (generator.normal(f"{self.key}/{name}", shape) * factor).to(self.dtype)
 
     def ints(self, name: str, *shape: int, low: int = 0, high: int) -> Tensor:
         """int64 values in [low, high)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
@@ -280,7 +280,7 @@ def run(op: Operator[..., Any], sample: Sample) -> Run:
     return Run(sample, call, crc, changed, metas(results), shares)
 
 
-@lru_cache(maxsize=None)
+@cache
 def runs(name: str) -> tuple[Run, ...]:
     """Every quick sample of an operator, run once for all tests."""
     return tuple(run(OPERATORS[name], s) for s in quick(name))

@@ -199,10 +199,13 @@ def test_a_prompt_that_is_too_long_is_exit_code_2_with_both_numbers(hal: Hal, ch
     assert "prompt of 61 tokens + max_tokens 8 = 69 exceed max_seq_len 64" in error_of(done, 2)
 
 
-def test_a_reference_beyond_the_budget_is_exit_code_5_and_every_operator_is_named(hal: Hal, checkpoint: Path) -> None:
+def test_strict_from_a_config_file_is_exit_code_5_and_names_every_operator_without_a_kernel(
+    hal: Hal, checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text("strict: true\nmax_step_tokens: 16\nsampling: {max_tokens: 1}\n")
     ledger = json.loads(hal("explain", *SMALL, "--json").stdout)
     missing = {row["operator"] for row in ledger if row["via"] == "reference"}
-    strict = hal("generate", checkpoint, *SMALL, "--strict", "--raw", "--max-tokens", "1", "-p", "x")
+    strict = hal("generate", checkpoint, *SMALL, "--config", tmp_path / "run.yaml", "--raw", "-p", "x")
     if missing:
         message = error_of(strict, 5)
         assert message.startswith(f"--strict: {len(missing)} operators have no kernel on cpu, allowed 0: ")

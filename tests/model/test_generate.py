@@ -29,7 +29,6 @@ from hal_model.settings import Sampling, Settings
 from hal_model.tokenizer import write_byte_tokenizer
 
 Ids = list[int]
-Token = str | int
 Rules = Mapping[Any, str | Mapping[Any, float]]
 Bigram = Callable[[Session, Rules], None]
 Open = Callable[..., Session]
@@ -91,7 +90,7 @@ def bigram(monkeypatch: pytest.MonkeyPatch) -> Bigram:
     return install
 
 
-def id_of(session: Session, token: Token) -> int:
+def id_of(session: Session, token: str | int) -> int:
     if isinstance(token, int):
         return token
     if token == "<eos>":

@@ -62,17 +62,6 @@ def error_of(done: Done, code: int) -> str:
     return lines[0].removeprefix("hal: error: ")
 
 
-def error_of(done: Done, code: int) -> str:
-    """The one line of a failed command, without its prefix; nothing on stdout, no traceback."""
-    assert done.returncode == code, done.stderr
-    assert done.stdout == ""
-    assert "Traceback" not in done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("hal: error: ")]
-    assert len(lines) == 1, done.stderr
-    assert done.stderr.endswith(lines[0] + "\n"), "the error is the last thing said"
-    return lines[0].removeprefix("hal: error: ")
-
-
 # init-checkpoint
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, distributed, multiprocessing
+from torch import Tensor, distributed
+from torch.multiprocessing.spawn import spawn
 
 from hal_ops import all_gather, all_reduce, generator
 
@@ -46,7 +47,7 @@ def work(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder: Path = tmp_path_factory.mktemp("ranks")
-    multiprocessing.spawn(work, (str(folder),), WORLD)  # type: ignore[no-untyped-call]
+    spawn(work, (str(folder),), WORLD)  # type: ignore[no-untyped-call]
     return [torch.load(folder / f"rank{r}.pt") for r in range(WORLD)]
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from hal_ops import generator, hc_enter, hc_head, hc_mix, hc_post, hc_pre
 
 BF16, F64 = torch.bfloat16, torch.float64
-B15 = [[4, 0, 0, 0], [3, 1, 0, 0], [0, 0, 2, -6], [1, -1, 5, 0]]
 Matrix = list[list[float]]
+B15: Matrix = [[4, 0, 0, 0], [3, 1, 0, 0], [0, 0, 2, -6], [1, -1, 5, 0]]
 
 
 def sigmoid(x: float) -> float:

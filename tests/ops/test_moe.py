@@ -266,7 +266,7 @@ def quantised(row: list[float], form: str) -> list[float]:
         return values
     if form == "int8":
         codes, scale = formats.quantize_int8(x)
-        return (codes.double() * scale.double())[0].tolist()  # type: ignore[no-any-return]
+        return (codes.double() * scale.double())[0].tolist()
     return row
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 
@@ -138,7 +139,7 @@ def test_yarn_keeps_fast_and_divides_slow_frequencies() -> None:
     base, stretched = frequencies(64, 160_000.0).tolist(), released()
     assert stretched[:16] == base[:16]
     assert stretched[25:] == pytest.approx([f / 16 for f in base[25:]], rel=1e-6)
-    assert all(a > b for a, b in zip(stretched, stretched[1:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(stretched))
 
 
 # Rotation -----------------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def narrow_output(call: Call) -> tuple[Reason, ...]:
 
 
 _SCALES = (torch.float8_e8m0fnu, torch.float32)
-_FP8 = Claim(dtypes={"x_scale": _SCALES, "weight_scale": _SCALES}, axes={"K": Range(multiple=BLOCK)})
+FP8 = Claim(dtypes={"x_scale": _SCALES, "weight_scale": _SCALES}, axes={"K": Range(multiple=BLOCK)})
 
 
 def decoded_fp8(weight: Tensor, scale: Tensor) -> Callable[[slice, Tensor], object]:
@@ -89,13 +89,13 @@ def decoded_fp4(weight: Tensor, scale: Tensor) -> Callable[[slice, Tensor], obje
     return lambda part, buffer: scaled(decode_e2m1(weight[part], buffer), formats.decode_scale(scale[part]))
 
 
-@kernel("matmul_fp8", claim=_FP8, refuse=narrow_output, priority=10, evidence="hardware", reproducibility="R1")
+@kernel("matmul_fp8", claim=FP8, refuse=narrow_output, priority=10, evidence="hardware", reproducibility="R1")
 def matmul_fp8(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Codes decoded two at a look-up, scales multiplied in exactly, float32 accumulation."""
     return product(activations_fp8(x, x_scale), decoded_fp8(weight, weight_scale), weight.shape[0], dtype)
 
 
-@kernel("matmul_fp4", claim=_FP8, refuse=narrow_output, priority=10, evidence="hardware", reproducibility="R1")
+@kernel("matmul_fp4", claim=FP8, refuse=narrow_output, priority=10, evidence="hardware", reproducibility="R1")
 def matmul_fp4(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """A byte is decoded to its two values at one look-up; otherwise as :func:`matmul_fp8`."""
     return product(activations_fp8(x, x_scale), decoded_fp4(weight, weight_scale), weight.shape[0], dtype)
@@ -115,7 +115,10 @@ def integer_product(x: Tensor, weight: Tensor) -> Tensor:
     return total.to(torch.float32)
 
 
-@kernel("matmul_int8", refuse=narrow_output, priority=10, evidence="hardware", reproducibility="R2")
+INT8 = Claim(dtypes=dict.fromkeys(("x_scale", "weight_scale"), (torch.float32,)))
+
+
+@kernel("matmul_int8", claim=INT8, refuse=narrow_output, priority=10, evidence="hardware", reproducibility="R2")
 def matmul_int8(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Bitwise the reference's result: integer sums are exact in any order, so the batch does not matter either."""
     return (integer_product(x, weight) * x_scale * weight_scale).to(dtype)

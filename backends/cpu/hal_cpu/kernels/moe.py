@@ -8,19 +8,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hal.kernel import Claim, Range, kernel
+from hal.kernel import Claim, kernel
 from hal_cpu.kernels.common import CARRIER, FLOATS, activations_fp8, product
 from hal_cpu.kernels.linear import (
-    BLOCK,
+    FP8,
+    INT8,
     decoded_fp4,
     decoded_fp8,
     integer_product,
     linear_dense,
     narrow_output,
 )
-
-_SCALES = (torch.float8_e8m0fnu, torch.float32)
-_FP8 = Claim(dtypes={"x_scale": _SCALES, "weight_scale": _SCALES}, axes={"K": Range(multiple=BLOCK)})
 
 
 def _per_expert(offsets: Tensor, out: Tensor, rows_of: Callable[[int, slice], Tensor]) -> Tensor:
@@ -43,7 +41,7 @@ def grouped_matmul_dense(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return _per_expert(offsets, out, lambda e, rows: linear_dense.fn(x[rows], weight[e]))
 
 
-@kernel("grouped_matmul_fp4", claim=_FP8, refuse=narrow_output, priority=10, evidence="hardware", reproducibility="R1")
+@kernel("grouped_matmul_fp4", claim=FP8, refuse=narrow_output, priority=10, evidence="hardware", reproducibility="R1")
 def grouped_matmul_fp4(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor, dtype: torch.dtype
 ) -> Tensor:
@@ -55,7 +53,7 @@ def grouped_matmul_fp4(
     )
 
 
-@kernel("grouped_matmul_fp8", claim=_FP8, refuse=narrow_output, priority=10, evidence="hardware", reproducibility="R1")
+@kernel("grouped_matmul_fp8", claim=FP8, refuse=narrow_output, priority=10, evidence="hardware", reproducibility="R1")
 def grouped_matmul_fp8(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor, dtype: torch.dtype
 ) -> Tensor:
@@ -67,7 +65,7 @@ def grouped_matmul_fp8(
     )
 
 
-@kernel("grouped_matmul_int8", refuse=narrow_output, priority=10, evidence="hardware", reproducibility="R2")
+@kernel("grouped_matmul_int8", claim=INT8, refuse=narrow_output, priority=10, evidence="hardware", reproducibility="R2")
 def grouped_matmul_int8(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor, dtype: torch.dtype
 ) -> Tensor:

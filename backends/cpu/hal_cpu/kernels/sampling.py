@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hal.kernel import kernel
+from hal.kernel import Claim, kernel
 from hal_ops.sampling import exponential_noise
 
 
-@kernel("sample", priority=10, evidence="hardware", reproducibility="R2")
+@kernel(
+    "sample", claim=Claim(dtypes={"logits": (torch.float32,)}), priority=10, evidence="hardware", reproducibility="R2"
+)
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, steps: Tensor
 ) -> Tensor:
