@@ -292,12 +292,12 @@ def load(path: Path) -> dict[str, Any]:
     try:
         body = json.loads(path.read_text())
     except (OSError, ValueError) as e:
-        raise UsageError(f"--plan {path}: {e}; write one with hal plan --save") from e
+        raise UsageError(f"plan file {path}: {e}; write one with hal plan --save") from e
     if not isinstance(body, dict) or body.get("version") != PLAN_VERSION:
         seen = body.get("version") if isinstance(body, dict) else type(body).__name__
-        raise UsageError(f"--plan {path}: plan version {seen!r}, right is {PLAN_VERSION}")
+        raise UsageError(f"plan file {path}: plan version {seen!r}, right is {PLAN_VERSION}")
     if body.get("digest") != digest(body):
-        raise UsageError(f"--plan {path}: digest {body.get('digest')} is not that of the content ({digest(body)})")
+        raise UsageError(f"plan file {path}: digest {body.get('digest')} is not that of the content ({digest(body)})")
     return body
 
 

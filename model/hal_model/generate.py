@@ -77,7 +77,8 @@ class _Running:
         self.out.append(token)
         if token == eos and not self.params.ignore_eos:
             return Piece(self.index, token, self._rest(), "stop")
-        text, stopped = self.stops.push(self.decoder.push(token))
+        # the end token is never shown, even where generation goes on past it (fault B50)
+        text, stopped = self.stops.push("" if token == eos else self.decoder.push(token))
         if stopped:
             return Piece(self.index, token, text, "stop")
         if len(self.out) == self.params.max_tokens:

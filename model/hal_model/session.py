@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,10 +93,23 @@ def limits_of(settings: Settings, config: ModelConfig) -> Limits:
 
 def choose_backend(settings: Settings) -> Choice:
     """The backend of ``--backend``, ``HAL_BACKEND`` or the best probed device."""
-    for name, value in (("HAL_CPU_THREADS", settings.threads), ("HAL_CPU_AFFINITY", settings.affinity)):
-        if value is not None:
-            os.environ[name] = str(value)
     return load_plugins().choose(settings.backend)
+
+
+@contextlib.contextmanager
+def device_variables(settings: Settings) -> Iterator[None]:
+    """Threads and affinity as the variables that a device reads when it is opened; restored afterwards."""
+    wanted = {"HAL_CPU_THREADS": settings.threads, "HAL_CPU_AFFINITY": settings.affinity}
+    given = {name: str(value) for name, value in wanted.items() if value is not None}
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def arch_of(choice: Choice) -> str:
@@ -176,7 +190,9 @@ def open_session(settings: Settings, progress: Progress | None = None) -> Sessio
     notes += [*config.notes, *report.notes, *(f"not used yet: {stage}" for stage in report.unused)]
     tokenizer, pinned = Tokenizer.load(path), load(settings.plan) if settings.plan else None
     choice = choose_backend(settings)
-    services, arch = choice.backend.device(choice.device), arch_of(choice)
+    arch = arch_of(choice)
+    with device_variables(settings):
+        services = choice.backend.device(choice.device)
     notes += choice.skipped
     ways = wanted_formats(settings, choice.backend, arch)
     want, _, about = _fit(ways, config, checkpoint, limits, settings, services.free_bytes())

@@ -318,7 +318,7 @@ def test_a_tampered_plan_file_is_refused(tmp_path: Path, normed: Plan) -> None:
     body = json.loads(path.read_text())
     next(e for e in body["buckets"]["decode:1-1"] if e["operator"] == "rms_norm")["chosen"] = "reference"
     path.write_text(json.dumps(body))
-    with pytest.raises(UsageError, match=r"--plan .*plan\.json: digest .* is not that of the content"):
+    with pytest.raises(UsageError, match=r"plan file .*plan\.json: digest .* is not that of the content"):
         load(path)
 
 
@@ -333,12 +333,12 @@ def test_a_tampered_plan_file_is_refused(tmp_path: Path, normed: Plan) -> None:
 def test_what_is_no_plan_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)
-    with pytest.raises(UsageError, match=f"--plan .*: .*{message}"):
+    with pytest.raises(UsageError, match=f"plan file .*: .*{message}"):
         load(path)
 
 
 def test_a_missing_plan_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--plan .*none\.json"):
+    with pytest.raises(UsageError, match=r"plan file .*none\.json"):
         load(tmp_path / "none.json")
 
 

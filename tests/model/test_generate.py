@@ -276,7 +276,7 @@ def test_a_plan_that_was_changed_is_refused(session: Session, open_: Open, tmp_p
     plans.save(session.plan, path)
     honest = path.read_text()
     path.write_text(honest.replace('"reference"', '"faster"', 1))
-    with pytest.raises(UsageError, match=r"--plan .*: digest \w{64} is not that of the content"):
+    with pytest.raises(UsageError, match=r"plan file .*: digest \w{64} is not that of the content"):
         open_(plan=path)
     body = json.loads(honest)
     entry = next(e for e in body["buckets"]["decode:1-1"] if e["operator"] == "sample")

@@ -88,8 +88,10 @@ def test_rms_norm_takes_any_leading_dimensions() -> None:
     assert torch.equal(rms_norm(x, w, 1e-6).view(24, 16), rms_norm(x.view(24, 16), w, 1e-6))
 
 
-def test_head_norm_rounds_square_mean_root_and_product_to_the_carrier() -> None:
-    x = generator.normal("heads", (4, 3, 64)).to(BF16)
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_head_norm_rounds_square_mean_sum_root_and_product_to_the_carrier(scale: float) -> None:
+    """At the smaller scale eps is as large as the mean, and the rounding of their sum shows."""
+    x = (generator.normal("heads", (4, 3, 64)) * scale).to(BF16)
     y, differs = head_rms_norm(x, 1e-6), 0
     for row, seen in zip(x.view(-1, 64).tolist(), y.view(-1, 64).tolist(), strict=True):
         mean = bf16(f32(math.fsum(bf16(f32(v * v)) for v in row) / 64))
