@@ -194,7 +194,23 @@ class Contract:
         for p in contract.inputs:
             if p.name.split(".")[0] not in signature.parameters:
                 raise ContractError(f"operator {fn.__name__}: contract names {p.name!r}, which is no parameter")
+        contract._check_words()
         return contract
+
+    @property
+    def axis_names(self) -> frozenset[str]:
+        """Every axis that an input's pattern can bind."""
+        return frozenset(d.text for p in self.inputs for d in p.dims if d.code is None)
+
+    def _check_words(self) -> None:
+        """Refuse unknown dtype classes and axes when the operator is declared, not at its first call."""
+        known = self.axis_names | set(self.signature.parameters) | {"ceil", "max", "min"}
+        for p in (*self.inputs, *self.outputs):
+            classes = set(DTYPE_CLASSES) | (set(self.signature.parameters) if p in self.outputs else set())
+            for word in set(p.dtypes.split("|")) - classes:
+                raise ContractError(f"operator {self.operator}: dtype class {word!r} of {p.text()} is unknown")
+            for word in {n for d in p.dims for n in (d.code.co_names if d.code else (d.text,))} - known:
+                raise ContractError(f"operator {self.operator}: axis {word!r} of {p.text()} is bound by no input")
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Validate one call and bind its axes.

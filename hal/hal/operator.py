@@ -161,9 +161,17 @@ def operator(
             raise ContractError(f"operator {fn.__name__} is declared twice")
         if level not in LEVELS:
             raise ContractError(f"operator {fn.__name__}: level {level!r} is none of {', '.join(LEVELS)}")
+        parsed = Contract.parse(fn, contract)
+        for what, words, known in (
+            ("writes", writes, set(parsed.signature.parameters)),
+            ("variable axes", variable, parsed.axis_names | set(parsed.signature.parameters)),
+        ):
+            if variable != "T" or what == "writes":
+                for word in set(words.split()) - known:
+                    raise ContractError(f"operator {fn.__name__}: {what} name {word!r}, which the contract does not")
         op = Operator(
             fn,
-            Contract.parse(fn, contract),
+            parsed,
             level=level,
             version=version,
             variable=tuple(variable.split()),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ def watermarked(fn: Callable[..., Any], receipt: Receipt) -> Route:
 
     Raises (when called):
         ContractError: a kernel delegates to an operator, so that its claim is another's work, or returns an argument
-            as if it were its output.
+            or a view of one as if it were its output.
     """
     forbidden = [_forbid(receipt, name) for name in OPERATORS]
 
@@ -78,8 +78,9 @@ def watermarked(fn: Callable[..., Any], receipt: Receipt) -> Route:
         receipt.calls += 1
         with routes(forbidden):
             out = fn(*args, **kwargs)
+        held = {t.untyped_storage().data_ptr() for t in _held((args, tuple(kwargs.values())))} - {0}
         for t in _tensors(out):
-            if any(t is a for a in args):
+            if t.untyped_storage().data_ptr() in held:
                 raise ContractError(f"kernel {receipt.chosen} of {receipt.operator} returns an argument as its output")
             t.hal_kernel = receipt.chosen  # type: ignore[attr-defined]
         return out
@@ -92,6 +93,17 @@ def _forbid(receipt: Receipt, name: str) -> Route:
         raise ContractError(f"kernel {receipt.chosen} of {receipt.operator} calls operator {name}; it claims that work")
 
     return refuse
+
+
+def _held(value: Any) -> list[torch.Tensor]:
+    """Every tensor inside arguments: tuples and dataclasses are looked into."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [t for v in value for t in _held(v)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [t for f in fields(value) for t in _held(getattr(value, f.name))]
+    return []
 
 
 def _tensors(out: Any) -> Iterable[torch.Tensor]:

@@ -61,10 +61,10 @@ def _head_inputs(draw: Draw, T: int, H: int, d: int) -> tuple[Any, ...]:
     samples=grid(_head_inputs, token_grid("H", "d", odd={"H": 3, "d": 64}), families=("normal", "outliers", "rows")),
 )
 def head_rms_norm(x: Tensor, eps: float) -> Tensor:
-    """Unweighted per-head normalisation of queries, rounded to the carrier at the reference's four points.
+    """Unweighted per-head normalisation of queries, rounded to the carrier wherever the reference rounds.
 
-    The square, the mean, the reciprocal root and the product are each rounded to the carrier; the mean itself is accumulated
-    in float32.
+    The square, the mean, the mean plus eps, the reciprocal root and the product are each rounded to the carrier; each is
+    computed, and the mean accumulated, in float32.
 
     Args:
         x: carrier [T, H, d].
@@ -73,5 +73,6 @@ def head_rms_norm(x: Tensor, eps: float) -> Tensor:
     Source: spec §2.5 step 2.
     """
     mean = up(x.square()).mean(-1, keepdim=True).to(x.dtype)
-    # in the carrier, rsqrt may round its square root too, and only for elements outside full vectors
-    return x * torch.rsqrt(up(mean + eps)).to(x.dtype)
+    # cast by hand: in the carrier, devices differ in whether eps and the square root inside rsqrt are rounded as well
+    total = (up(mean) + eps).to(x.dtype)
+    return x * torch.rsqrt(up(total)).to(x.dtype)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,9 +34,10 @@ def reasons(k: Kernel, args: tuple[Any, ...]) -> set[str]:
 
 
 def claimed(k: Kernel) -> tuple[Any, ...]:
-    """Arguments of the first sample with tokens that the kernel claims."""
-    samples = (s for s in OPERATORS[k.operator].samples() if 0 not in (s.axes.get(a) for a in "TRB"))
-    return next(args for args in (s.make() for s in samples) if not reasons(k, args))
+    """Arguments of the smallest quick sample with tokens that the kernel claims."""
+    samples = (s for s in OPERATORS[k.operator].samples() if not s.full and 0 not in (s.axes.get(a) for a in "TRB"))
+    drawn = (s.make() for s in sorted(samples, key=lambda s: math.prod(max(1, n) for n in s.axes.values())))
+    return next(args for args in drawn if not reasons(k, args))
 
 
 def same(a: Any, b: Any) -> bool:
@@ -61,7 +64,7 @@ def test_every_quick_sample_is_right_or_refused_with_a_code(k: Kernel) -> None:
         if codes:
             assert codes == {"axis-too-small"}, (sample.id, codes)
             continue
-        verdict = judge.compare(op, k, replace(sample, make=lambda args=args: args))
+        verdict = judge.compare(op, k, replace(sample, make=partial(tuple, args)))
         assert verdict.ok, verdict
         judged += 1
     assert judged

@@ -53,7 +53,8 @@ def test_importing_and_probing_loads_no_torch() -> None:
 
 
 def test_a_system_without_proc_is_absent_with_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(plugin.features, "total_memory", lambda: features._meminfo(tmp_path, "MemTotal"))
+    original = features.total_memory
+    monkeypatch.setattr(features, "total_memory", lambda: original(tmp_path))
     probe = plugin.hal_probe()
     assert isinstance(probe, Probe)
     assert probe.devices == ()

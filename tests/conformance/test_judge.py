@@ -74,7 +74,8 @@ def online(dtype: torch.dtype, tile: int) -> Fn:
             p, shrink = (s[..., n : n + tile] - new).exp(), (m - new).exp()
             part = torch.einsum("thn,tnd->thd", p.to(q.dtype).float(), rows[:, n : n + tile])
             o, total, m = (o.float() * shrink + part).to(dtype), total * shrink + p.sum(-1, keepdim=True), new
-        return (o.float() / (total + (sink[:, None] - m).exp())).to(q.dtype)
+        out: Tensor = (o.float() / (total + (sink[:, None] - m).exp())).to(q.dtype)
+        return out
 
     return attend
 

@@ -22,7 +22,9 @@ from hal.errors import ContractError, InputError
 from hal.operator import LEVELS, OPERATORS, Judge, Operator, Sample, operator
 from hal_ops.samples import digest
 
-EVERY = pytest.mark.parametrize("name", sorted(OPERATORS))
+EVERY = pytest.mark.parametrize(
+    "name", sorted(n for n, op in OPERATORS.items() if op.__module__.startswith("hal_ops."))
+)
 BF16, F32, I64 = torch.bfloat16, torch.float32, torch.int64
 
 

@@ -421,8 +421,11 @@ def c(
     golden_ids: list[int],
     chunked: Callable[..., Tensor],
 ) -> Tensor:
-    """Mode C: weights and activations quantised as released, 24 tokens."""
-    model = open_model(quantised_checkpoint)
+    """Mode C: weights and activations quantised as released, 24 tokens.
+
+    The carrier is float64: with float32 sums the order of addition, which differs between CPUs, flips single roundings.
+    """
+    model = open_model(quantised_checkpoint, Wanted(torch.float64))
     return chunked(model, state_of(model, Limits(1, 32, 32)), golden_ids[:24])
 
 

@@ -14,7 +14,9 @@ import hal_ops  # noqa: F401  (declares the operators)
 from hal.operator import OPERATORS, Sample
 from hal_ops.samples import FLASH, PRO, digest
 
-EVERY = pytest.mark.parametrize("name", sorted(OPERATORS))
+EVERY = pytest.mark.parametrize(
+    "name", sorted(n for n, op in OPERATORS.items() if op.__module__.startswith("hal_ops."))
+)
 
 
 def small(name: str) -> Sample:

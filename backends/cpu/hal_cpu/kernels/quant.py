@@ -40,10 +40,10 @@ def _powers(v: Floats, fmax: float, floor: float) -> Ints:
         InputError: NaN or infinity, which no scale fits.
     """
     amax = np.maximum(np.abs(v).max(axis=1, keepdims=True), np.float32(floor))
+    if not amax.max() < np.inf:  # NaN compares false
+        raise InputError("x holds NaN or infinity, which no block scale fits; right is finite values")
     # the smallest power of two not below the ratio: carry into the exponent unless the mantissa is zero
     power: Ints = ((amax * np.float32(1.0 / fmax)).view(np.int32) + 0x7FFFFF) >> 23
-    if power.max() > 254:
-        raise InputError("x holds NaN or infinity, which no block scale fits; right is finite values")
     return power
 
 
