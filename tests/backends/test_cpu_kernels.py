@@ -19,6 +19,7 @@ from hal_conformance import judge
 from hal_conformance.numerics import lift
 from hal_cpu.features import cpu_features
 from hal_cpu.kernels import KERNELS, attention, common, linear, quant
+from hal_cpu.kernels.native import NATIVE
 from hal_ops import formats, generator
 from hal_ops.samples import Draw
 
@@ -87,7 +88,7 @@ def test_strided_arguments_are_refused(k: Kernel) -> None:
     assert reasons(k, (spread.view(args[0].dtype).view(args[0].shape), *args[1:])) == {"layout"}
 
 
-@pytest.mark.parametrize("name", ["linear_dense", "linear_fp32", "lm_head", "grouped_linear", "grouped_matmul_dense"])
+@pytest.mark.parametrize("name", ["linear_dense", "lm_head", "grouped_linear", "grouped_matmul_dense"])
 def test_a_float32_weight_is_left_to_the_reference(name: str) -> None:
     args = claimed(KERNEL[name])
     assert reasons(KERNEL[name], (args[0], args[1].float(), *args[2:])) == {"dtype"}
@@ -161,7 +162,7 @@ def test_every_byte_of_fp4_codes_decodes_as_in_the_reference() -> None:
     assert same(common.decode_e2m1(packed, torch.empty(8, 64)), formats.unpack_e2m1(packed))
 
 
-PIECEWISE = ["linear_dense", "linear_fp32", "lm_head", "grouped_linear", "matmul_fp8", "matmul_fp4"]
+PIECEWISE = ["linear_dense", "lm_head", "grouped_linear", "matmul_fp8", "matmul_fp4"]
 PIECEWISE += ["grouped_matmul_dense", "grouped_matmul_fp8", "grouped_matmul_fp4", "index_topk"]
 
 
@@ -290,3 +291,23 @@ def test_attention_never_reads_a_row_that_is_not_there() -> None:
     assert bool(k.fn(q, window, near, entries, torch.full_like(far, -1), sink, scale).isfinite().all())
     nothing = k.fn(q, window, torch.full_like(near, -1), entries, torch.full_like(far, -1), sink, scale)
     assert same(nothing, torch.zeros_like(q))
+
+
+@pytest.mark.parametrize("k", NATIVE, ids=lambda k: k.operator)
+def test_a_native_kernel_is_refused_by_name_where_the_instruction_set_is_missing(k: Kernel) -> None:
+    args = next(s.make() for s in OPERATORS[k.operator].samples() if s.axes.get("T", 0) > 1 and not s.full)
+    call = OPERATORS[k.operator].contract.call(args, {})
+    (reason,) = k.reasons(call, "x86-64-v3")
+    assert reason.code == "arch"
+    assert "x86-64-v3" in reason.text
+    assert "avx512-bf16" in reason.text
+    assert all(k.reasons(call, arch) == [] for arch in k.claim.arch)
+
+
+@pytest.mark.parametrize("k", NATIVE, ids=lambda k: k.operator)
+def test_a_native_kernel_is_right(k: Kernel) -> None:
+    """oneDNN computes the same product on every CPU, natively or not, so the numbers are judged wherever this runs."""
+    chosen = [s for s in OPERATORS[k.operator].samples() if s.axes.get("T", 0) > 1 and not s.full]
+    verdicts = [judge.compare(OPERATORS[k.operator], k, s) for s in chosen]
+    assert verdicts
+    assert all(v.ok for v in verdicts), [v for v in verdicts if not v.ok]

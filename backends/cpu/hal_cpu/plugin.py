@@ -46,8 +46,9 @@ def hal_probe() -> Probe:
 def hal_register(register: Callable[[Kernel], None]) -> None:
     """Register every kernel; which architecture one needs is in its claim."""
     from hal_cpu.kernels import KERNELS
+    from hal_cpu.kernels.native import NATIVE
 
-    for kernel in KERNELS:
+    for kernel in (*KERNELS, *NATIVE):
         register(kernel)
 
 

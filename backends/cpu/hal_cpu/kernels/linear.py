@@ -40,15 +40,9 @@ def linear_dense(x: Tensor, weight: Tensor) -> Tensor:
     return dense_product(x, weight, x.dtype)
 
 
-@kernel("linear_fp32", claim=_NARROW, priority=10, evidence="hardware", reproducibility="R1")
-def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
-    """As :func:`linear_dense`, the result kept in float32."""
-    return dense_product(x, weight, torch.float32)
-
-
 @kernel("lm_head", claim=_NARROW, priority=10, evidence="hardware", reproducibility="R1")
 def lm_head(x: Tensor, weight: Tensor) -> Tensor:
-    """As :func:`linear_fp32`: widening the whole vocabulary at once would write 2 GiB per step."""
+    """As :func:`linear_dense`, logits kept in float32; widening the whole vocabulary at once would write 2 GiB per step."""
     return dense_product(x, weight, torch.float32)
 
 
