@@ -311,3 +311,12 @@ def test_a_native_kernel_is_right(k: Kernel) -> None:
     verdicts = [judge.compare(OPERATORS[k.operator], k, s) for s in chosen]
     assert verdicts
     assert all(v.ok for v in verdicts), [v for v in verdicts if not v.ok]
+
+
+@pytest.mark.parametrize("name", ["fake_quant_fp8", "fake_quant_fp4"])
+def test_rows_sliced_from_wider_ones_are_claimed_and_equal_dense_rows(name: str) -> None:
+    wide = Draw(f"sliced/{name}", "outliers").act("x", 5, 192)
+    part = wide[:, :128]
+    assert not reasons(KERNEL[name], (part, 32))
+    assert same(KERNEL[name].fn(part, 32), KERNEL[name].fn(part.contiguous(), 32))
+    assert agree(name, part, 32)

@@ -23,7 +23,7 @@ from hal_ops.formats import e4m3_format
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
-_CLAIM = Claim(dtypes={"x": FLOATS})
+_CLAIM = Claim(dtypes={"x": FLOATS}, layouts={"x": "rows"})  # state rows are slices of wider ones
 
 
 def _whole_blocks(call: Call) -> tuple[Reason, ...]:
