@@ -146,7 +146,8 @@ def kernel(
         operator: name of the operator; its parameters must be the function's, name for name.
         version: version of the operator's contract that the kernel implements.
         claim: dtypes, axes, layouts and architectures served; default: everything that the contract admits.
-        refuse: further coded reasons against a call inside the claim.
+        refuse: further coded reasons against a call inside the claim. Binding asks at both edges of a bucket, so a reason
+            must not single out a size of a variable axis between sizes that are served.
         priority: among kernels without reasons the highest wins; a tie is an error naming both.
         evidence: strongest evidence of correctness, one of :data:`EVIDENCE`.
         reproducibility: ``R0`` none, ``R1`` same bits twice, ``R2`` also independent of the batch.

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from hal.operator import Cost, Judge, operator
 from hal_ops.norm import rms_norm
-from hal_ops.numerics import accumulator
 from hal_ops.quant import fake_quant_fp4, fake_quant_fp8, hadamard
 from hal_ops.rotary import frequencies, rope
 from hal_ops.samples import Draw, grid
@@ -173,8 +172,3 @@ def quantise_row(row: Tensor, rotary: int, kind: str) -> Tensor:
     if kind == "index":
         return fake_quant_fp4(hadamard(row), 32)
     return row
-
-
-def zero_state(slots: int, ratio: int, lanes: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A compressor state [slots, lanes·ratio, 2·lanes·width] for tests and tools; contents never matter to a new sequence."""
-    return torch.zeros(slots, lanes * ratio, 2 * lanes * width, dtype=accumulator(dtype))

@@ -32,7 +32,7 @@ def _gemm(unit: str) -> Any:
     return lambda c: Cost({unit: 2.0 * c.axes["T"] * c.axes["N"] * c.axes["K"]})
 
 
-def _fp8_weight(draw: Draw, name: str, *shape: int) -> tuple[Tensor, Tensor]:
+def fp8_weight(draw: Draw, name: str, *shape: int) -> tuple[Tensor, Tensor]:
     """An FP8 weight [..., N, K] and its UE8M0 scale per 128x128 block."""
     codes = formats.encode_e4m3(draw.f32(name, *shape) * 64, torch.float8_e4m3fn)
     blocks = (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
@@ -40,7 +40,7 @@ def _fp8_weight(draw: Draw, name: str, *shape: int) -> tuple[Tensor, Tensor]:
     return codes, formats.encode_ue8m0(torch.exp2(exponent))
 
 
-def _fp4_weight(draw: Draw, name: str, *shape: int) -> tuple[Tensor, Tensor]:
+def fp4_weight(draw: Draw, name: str, *shape: int) -> tuple[Tensor, Tensor]:
     """A packed FP4 weight [..., N, K/2] and its UE8M0 scale per row and 32 of K."""
     codes = draw.ints(name, *shape, high=16).to(torch.uint8)
     exponent = draw.ints(f"{name}.scale", *shape[:-1], shape[-1] // 32, low=-8, high=-5).float()
@@ -76,7 +76,7 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
 
 def _matmul_fp8_inputs(draw: Draw, T: int, N: int, K: int) -> tuple[Any, ...]:
     codes, scale = formats.quantize_fp8(draw.act("x", T, K), BLOCK, torch.float8_e4m3fn)
-    return codes, scale, *_fp8_weight(draw, "weight", N, K), draw.dtype
+    return codes, scale, *fp8_weight(draw, "weight", N, K), draw.dtype
 
 
 @operator(
@@ -104,7 +104,7 @@ def matmul_fp8(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor,
 
 def _matmul_fp4_inputs(draw: Draw, T: int, N: int, K: int) -> tuple[Any, ...]:
     codes, scale = formats.quantize_fp8(draw.act("x", T, K), BLOCK, torch.float8_e4m3fn)
-    return codes, scale, *_fp4_weight(draw, "weight", N, K), draw.dtype
+    return codes, scale, *fp4_weight(draw, "weight", N, K), draw.dtype
 
 
 _EXPERT = [
@@ -149,7 +149,7 @@ def matmul_int8(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor
 
 
 def _fp8_inputs(draw: Draw, T: int, N: int, K: int) -> tuple[Any, ...]:
-    return draw.act("x", T, K), *_fp8_weight(draw, "weight", N, K)
+    return draw.act("x", T, K), *fp8_weight(draw, "weight", N, K)
 
 
 @operator(
@@ -167,7 +167,7 @@ def linear_fp8(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
 
 
 def _fp4_inputs(draw: Draw, T: int, N: int, K: int) -> tuple[Any, ...]:
-    return draw.act("x", T, K), *_fp4_weight(draw, "weight", N, K)
+    return draw.act("x", T, K), *fp4_weight(draw, "weight", N, K)
 
 
 @operator(

@@ -13,7 +13,7 @@ from hal.contract import Call
 from hal.errors import InputError
 from hal.operator import Cost, Judge, operator
 from hal_ops import formats
-from hal_ops.linear import BLOCK, _fp4_weight, _fp8_weight
+from hal_ops.linear import BLOCK, fp4_weight, fp8_weight
 from hal_ops.numerics import accumulator, up
 from hal_ops.quant import fake_quant_fp8, quant_act_fp8, quant_act_int8
 from hal_ops.samples import Draw, grid
@@ -173,7 +173,7 @@ def _grouped_cost(unit: str) -> Any:
 
 def _grouped_fp4_inputs(draw: Draw, R: int, E: int, N: int, K: int) -> tuple[Any, ...]:
     codes, scale = formats.quantize_fp8(draw.act("x", R, K), BLOCK, torch.float8_e4m3fn)
-    return codes, scale, *_fp4_weight(draw, "weight", E, N, K), _split(draw, R, E), draw.dtype
+    return codes, scale, *fp4_weight(draw, "weight", E, N, K), _split(draw, R, E), draw.dtype
 
 
 @operator(
@@ -196,7 +196,7 @@ def grouped_matmul_fp4(
 
 def _grouped_fp8_inputs(draw: Draw, R: int, E: int, N: int, K: int) -> tuple[Any, ...]:
     codes, scale = formats.quantize_fp8(draw.act("x", R, K), BLOCK, torch.float8_e4m3fn)
-    return codes, scale, *_fp8_weight(draw, "weight", E, N, K), _split(draw, R, E), draw.dtype
+    return codes, scale, *fp8_weight(draw, "weight", E, N, K), _split(draw, R, E), draw.dtype
 
 
 @operator(
@@ -301,8 +301,8 @@ def moe_combine(rows: Tensor, order: Tensor, tokens: int) -> Tensor:
 def _experts_inputs(draw: Draw, T: int, D: int, I: int, E: int, K: int) -> tuple[Any, ...]:  # noqa: E741
     x, logits = draw.act("x", T, D), draw.f32("logits", T, E, scale=3.0)
     ids, weights = gate_topk.fn(logits, draw.f32("bias", E, scale=0.2), K, 1.5)
-    w13 = Weight(*_fp4_weight(draw, "w13", E, 2 * I, D), "fp4", True)
-    return x, ids, weights, w13, Weight(*_fp4_weight(draw, "w2", E, D, I), "fp4", True), 10.0
+    w13 = Weight(*fp4_weight(draw, "w13", E, 2 * I, D), "fp4", True)
+    return x, ids, weights, w13, Weight(*fp4_weight(draw, "w2", E, D, I), "fp4", True), 10.0
 
 
 def _experts_cost(c: Call) -> Cost:
@@ -348,8 +348,8 @@ def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Weight, w2: Weight
 
 
 def _shared_inputs(draw: Draw, T: int, D: int, I: int) -> tuple[Any, ...]:  # noqa: E741
-    w13 = Weight(*_fp8_weight(draw, "w13", 2 * I, D), "fp8", True)
-    return draw.act("x", T, D), w13, Weight(*_fp8_weight(draw, "w2", D, I), "fp8", True), 10.0
+    w13 = Weight(*fp8_weight(draw, "w13", 2 * I, D), "fp8", True)
+    return draw.act("x", T, D), w13, Weight(*fp8_weight(draw, "w2", D, I), "fp8", True), 10.0
 
 
 def _shared_cost(c: Call) -> Cost:
