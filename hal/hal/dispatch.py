@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hal.contract import Call
+from hal.contract import Call, dtype_name
 from hal.errors import ContractError, NoKernelError
 from hal.kernel import Kernel, Reason
 from hal.operator import OPERATORS
@@ -62,7 +62,7 @@ class Decision:
             "via": self.via,
             "chosen": self.chosen,
             "axes": dict(self.call.axes),
-            "dtypes": {k: str(m.dtype).removeprefix("torch.") for k, m in self.call.tensors.items()},
+            "dtypes": {k: dtype_name(m.dtype) for k, m in self.call.tensors.items()},
             "evidence": self.kernel.evidence if self.kernel else "reference",
             "reproducibility": self.kernel.reproducibility if self.kernel else None,
             "params": dict(self.kernel.params) if self.kernel else {},

@@ -166,9 +166,8 @@ def operator(
             ("writes", writes, set(parsed.signature.parameters)),
             ("variable axes", variable, parsed.axis_names | set(parsed.signature.parameters)),
         ):
-            if variable != "T" or what == "writes":
-                for word in set(words.split()) - known:
-                    raise ContractError(f"operator {fn.__name__}: {what} name {word!r}, which the contract does not")
+            for word in set(words.split()) - known:
+                raise ContractError(f"operator {fn.__name__}: {what} name {word!r}, which the contract does not")
         op = Operator(
             fn,
             parsed,

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ from hal_model.load import Wanted, load_weights
 from hal_model.model import Model, Numerics, backbone, head
 from hal_model.state import Limits, State
 from hal_model.state import Sequence as Running
+from hal_model.tokenizer import write_byte_tokenizer
 
 Batch = list[tuple[Running, list[int]]]
 Calls = dict[str, list[tuple[tuple[Any, ...], Any]]]
@@ -143,3 +148,40 @@ def recorded() -> Callable[[], contextlib.AbstractContextManager[Calls]]:
 def golden_ids() -> list[int]:
     """The 300 token ids of spec A.1."""
     return [((31 * t * t + 17 * t + 101) % 509) + 2 for t in range(300)]
+
+
+# --- the command line
+
+Done = subprocess.CompletedProcess[str]
+Hal = Callable[..., Done]
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """One cache folder for all commands, so that the tiny checkpoint is made once."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith("HAL_")}
+    cache = str(tmp_path_factory.mktemp("cache"))
+    return own | {"XDG_CACHE_HOME": cache, "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"}
+
+
+@pytest.fixture(scope="session")
+def hal(environment: dict[str, str]) -> Hal:
+    """``hal("plan", "--json")``: the command's exit code and what it printed."""
+
+    def run(*args: str | Path, **kwargs: Any) -> Done:
+        command = [sys.executable, "-m", "hal", *map(str, args)]
+        base: dict[str, Any] = {"input": "", "env": environment, "timeout": 300}
+        return subprocess.run(command, capture_output=True, text=True, check=False, **(base | kwargs))
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers, one of each kind, with a tokenizer."""
+    out = tmp_path_factory.mktemp("commands") / "small"
+    three = replace(PRESETS["tiny"], num_hidden_layers=3, num_hash_layers=1, compress_ratios=(0, 4, 128))
+    config = replace(three, draft_ratios=(), num_nextn_predict_layers=0, n_routed_experts=4)
+    init_checkpoint(config, out)
+    write_byte_tokenizer(out, config.vocab_size)
+    return out

@@ -3,55 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hal_model.checkpoint import init_checkpoint
-from hal_model.config import PRESETS
-from hal_model.tokenizer import Tokenizer, write_byte_tokenizer
+from hal_model.tokenizer import Tokenizer
 
 Done = subprocess.CompletedProcess[str]
 Hal = Callable[..., Done]
 SMALL = ("--max-batch-size", "2", "--max-seq-len", "64", "--max-step-tokens", "16", "--backend", "cpu")
-
-
-@pytest.fixture(scope="session")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """One cache folder for all commands, so that the tiny checkpoint is made once."""
-    own = {k: v for k, v in os.environ.items() if not k.startswith("HAL_")}
-    cache = str(tmp_path_factory.mktemp("cache"))
-    return own | {"XDG_CACHE_HOME": cache, "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"}
-
-
-@pytest.fixture(scope="session")
-def hal(environment: dict[str, str]) -> Hal:
-    """``hal("plan", "--json")``: the command's exit code and what it printed."""
-
-    def run(*args: str | Path, **kwargs: Any) -> Done:
-        command = [sys.executable, "-m", "hal", *map(str, args)]
-        base: dict[str, Any] = {"input": "", "env": environment, "timeout": 300}
-        return subprocess.run(command, capture_output=True, text=True, check=False, **(base | kwargs))
-
-    return run
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three layers, one of each kind, with a tokenizer."""
-    out = tmp_path_factory.mktemp("commands") / "small"
-    three = replace(PRESETS["tiny"], num_hidden_layers=3, num_hash_layers=1, compress_ratios=(0, 4, 128))
-    config = replace(three, draft_ratios=(), num_nextn_predict_layers=0, n_routed_experts=4)
-    init_checkpoint(config, out)
-    write_byte_tokenizer(out, config.vocab_size)
-    return out
 
 
 def error_of(done: Done, code: int) -> str:

@@ -3,52 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hal.errors import UsageError
-from hal_model.checkpoint import Checkpoint, init_checkpoint
+from hal_model.checkpoint import Checkpoint
 from hal_model.config import PRESETS, ModelConfig
 from hal_model.explain import parse_shape
-from hal_model.tokenizer import Tokenizer, write_byte_tokenizer
+from hal_model.tokenizer import Tokenizer
 
 Done = subprocess.CompletedProcess[str]
 Hal = Callable[..., Done]
 SMALL = ("--max-batch-size", "2", "--max-seq-len", "64", "--max-step-tokens", "16", "--backend", "cpu")
-
-
-@pytest.fixture(scope="module")
-def hal() -> Hal:
-    """``hal("plan", "--json")``: the command's exit code and what it printed."""
-    own = {k: v for k, v in os.environ.items() if not k.startswith("HAL_")} | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUTF8": "1",
-    }
-
-    def run(*args: str | Path, **kwargs: Any) -> Done:
-        command = [sys.executable, "-m", "hal", *map(str, args)]
-        return subprocess.run(command, capture_output=True, text=True, check=False, env=own, timeout=300, **kwargs)
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three layers, one of each kind, with a tokenizer."""
-    out = tmp_path_factory.mktemp("commands") / "small"
-    three = replace(PRESETS["tiny"], num_hidden_layers=3, num_hash_layers=1, compress_ratios=(0, 4, 128))
-    config = replace(three, draft_ratios=(), num_nextn_predict_layers=0, n_routed_experts=4)
-    init_checkpoint(config, out)
-    write_byte_tokenizer(out, config.vocab_size)
-    return out
 
 
 def error_of(done: Done, code: int) -> str:

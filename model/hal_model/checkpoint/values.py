@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hal_model.config import ModelConfig
 from hal_model.config_fields import raise_problems
-from hal_model.inventory import FP4_BLOCK, FP8_BLOCK, Parameter, parameters
+from hal_model.inventory import FP8_BLOCK, Parameter, parameters
+from hal_ops import formats
 
 if TYPE_CHECKING:
     from hal_model.checkpoint.reader import Checkpoint
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int, str], None] | None
 
 _CHUNK = 1 << 19  # elements of a plain weight decoded at a time
-_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-# [256]: the two float32 values of each byte, low nibble first, held as one 64-bit element: one look-up serves both
-_E2M1_PAIRS = torch.stack([_E2M1.repeat(16), _E2M1.repeat_interleave(16)], dim=-1).view(torch.int64).flatten()
 
 
 @dataclass(frozen=True)
@@ -133,11 +131,10 @@ def _decoded_chunks(weight: Tensor, scale: Tensor | None) -> Iterator[Tensor]:
         yield from (part.float() for part in _split(weight.reshape(-1), _CHUNK))
     elif weight.dtype == torch.int8:
         for part, factors in zip(_split(weight, FP8_BLOCK), _split(scale, FP8_BLOCK), strict=True):
-            values = _E2M1_PAIRS.index_select(0, part.view(torch.uint8).flatten().int()).view(torch.float32)
-            yield values.view(*factors.shape, FP4_BLOCK) * factors.float().unsqueeze(-1)
+            yield formats.dequantize_weight_fp4(part, factors)
     else:
-        for part, factors in zip(_split(weight, FP8_BLOCK), scale.float(), strict=True):
-            yield part.float() * factors.repeat_interleave(FP8_BLOCK)[: part.shape[1]]
+        for part, factors in zip(_split(weight, FP8_BLOCK), _split(scale, 1), strict=True):
+            yield formats.dequantize_weight_fp8(part, factors)
 
 
 def _split(x: Tensor, rows: int) -> Iterator[Tensor]:
